@@ -1,0 +1,1 @@
+"""One file a family: card class, cards of its sizes, Hugging Face table."""
