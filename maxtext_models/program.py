@@ -1,8 +1,144 @@
 """How a program starts and ends.
 
-Every program is `def main(): program.run(_main, ...)`. `run` settles the host allocator, moves to the folder the user
-stands in, parses flags and turns errors into exit codes: 0 done, 2 bad flag, config or input (`config.Error`), 1 anything
-else (`config.Failure` in one line, a bug with its traceback).
+A program is a module with flags and a function, and this at its end:
 
-This module imports nothing heavy: a program that restarts itself under another allocator must not pay for jax twice.
+    def main(args): ...                      # args: what is left of the command line after the flags, mostly []
+
+    def cli():                               # what the console script of the wheel calls
+      program.run(main)
+
+    if __name__ == '__main__':
+      cli()
+
+`run` settles the host allocator, moves to the folder the user stands in, parses flags and turns errors into exit codes.
+Nothing heavy is imported here, and a program imports what is heavy inside `main`: one that starts itself again under
+another allocator must not pay for jax twice, and a misspelt flag is answered at once.
+
+Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code).
 """
+
+import os
+import re
+import select
+import sys
+
+from absl import flags
+from maxtext_models import allocator
+
+_ALLOCATOR = flags.DEFINE_enum(
+  'allocator',
+  'auto',
+  allocator.NAMES,
+  'Host memory allocator. auto: on a CPU the fastest that is installed, else the system one. All but system start the '
+  'program again once, because an allocator must be there before the process is.',
+)
+
+
+def run(main, *, argv=None, config=None, resolve=None, positional=False):
+  """Runs a program and ends the process (SystemExit): 0 done, 2 bad flag, config or input, 1 anything else.
+
+  A `config.Error` raised anywhere below is one line on stderr and code 2, a `config.Failure` one line and code 1. A
+  reader of our output that left (`| head`) is silence and 141, Ctrl-C 130. Anything else is a bug: traceback, code 1.
+
+  Args:
+    main: called with flags parsed. `main(args)` gets the arguments that are no flags; with `config` it is
+      `main(value)` and gets the configuration. What it returns is the exit code; None is 0.
+    argv: the command line, program name first. None: that of this process, and only then the allocator is settled,
+      because the process is ours to restart.
+    config: the `--config` to take when the user names none. None: the program has no `--config`.
+    resolve: handed to `maxtext_layers.config.parse`; finds the file of a packaged configuration's name.
+    positional: whether arguments that are no flags are welcome; else one is an error.
+  """
+  own, argv = argv is None, list(sys.argv if argv is None else argv)
+  code = 0
+  try:
+    if set(argv[1:]) & {'--help', '-help', '-h', '-?'}:
+      print(_help(main, argv[0], config))
+    else:
+      if own:
+        allocator.settle(argv)
+      _stand_where_the_user_stands()
+      value = _arguments(argv, config, resolve, positional)
+      if own and (line := allocator.announcement()):  # only now, so that a wrong flag is answered by one line
+        print(line, file=sys.stderr, flush=True)
+      code = main(value)
+    sys.stdout.flush()
+  except KeyboardInterrupt:
+    code = _say('interrupted', 130)
+  except Exception as error:
+    if (code := _said(error)) is None:
+      raise
+  sys.exit(code)
+
+
+def _stand_where_the_user_stands():
+  """`bazel run` starts programs in a folder of its own and tells in a variable where the user is."""
+  if folder := os.environ.pop('BUILD_WORKING_DIRECTORY', None):  # popped: it is not meant for the programs we start
+    sys.path[:] = [os.path.abspath(entry) for entry in sys.path]
+    os.chdir(folder)
+
+
+def _arguments(argv, config, resolve, positional):
+  """What `main` gets; sets the flags. Errors are `config.Error`."""
+  from maxtext_layers import config as settings
+
+  value = None
+  if config is not None:
+    value, rest = settings.parse(argv[1:], config, resolve)
+    argv = [argv[0], *rest]
+  try:
+    args = flags.FLAGS(argv)[1:]
+  except flags.UnrecognizedFlagError as error:
+    known = [f'--{name}' for name in [*flags.FLAGS, *(['config'] if config is not None else [])]]
+    raise settings.Error(f'unknown flag --{error.flagname}{settings.nearest("--" + error.flagname, known)}') from None
+  except flags.Error as error:
+    text = ' '.join(str(error).split())
+    if missing := re.match(r'flag --([\w.]+)=None: Flag --\1 must have a value', text):
+      text = f'flag --{missing[1]} is needed'
+    raise settings.Error(text) from None
+  if args and not positional:
+    raise settings.Error(f'unexpected argument {args[0]!r}; settings are written --name=value')
+  if _ALLOCATOR.value not in ('auto', named := allocator.named(argv)):
+    raise settings.Error(f'--allocator={_ALLOCATOR.value} must stand on the command line itself, not {named}')
+  return args if config is None else value
+
+
+def _help(main, name, config):
+  """The module's docstring and its flags."""
+  module = sys.modules[main.__module__]
+  own = flags.FLAGS.get_flags_for_module(name if main.__module__ == '__main__' else module)
+  lines = [(module.__doc__ or '').strip(), '', 'Flags:']
+  if config is not None:
+    lines.append(f'  --config=FILE[:MODEL]  (default {config}); --config.FIELD=VALUE changes a field of it')
+  for flag in [*own, flags.FLAGS['allocator']]:
+    default = '' if flag.default is None else f' (default {flag.default_as_str})'
+    lines.append(f'  --{flag.name}  {flag.help}{default}')
+  return '\n'.join(lines)
+
+
+def _said(error):
+  """Tells the user what an exception means to him; its exit code, or None for a bug."""
+  from maxtext_layers import config as settings  # here and not above: a program that restarts does not need it yet
+
+  if isinstance(error, settings.Error):
+    return _say(f'error: {error}', 2)
+  if isinstance(error, settings.Failure):
+    return _say(f'error: {error}', 1)
+  if isinstance(error, BrokenPipeError) and (_unread(1) or _unread(2)):  # else it is a pipe of ours, and a bug
+    for number in (1, 2):
+      if _unread(number):  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return 141
+  return None
+
+
+def _say(text, code):
+  print(' '.join(text.split()), file=sys.stderr)
+  return code
+
+
+def _unread(number):
+  """Whether file descriptor `number` is a pipe or socket that nobody reads any more."""
+  poll = select.poll()
+  poll.register(number, 0)
+  return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
