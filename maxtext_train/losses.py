@@ -1,0 +1,90 @@
+"""What a loss is: a sum, what to divide it by, and more sums to report.
+
+Nothing here divides. The step adds totals, weights and gradients over micro-batches and devices and divides once, so
+accumulation, packing and sharding give the same number. A loss is a function (model, batch, key) -> Loss; `key` is the
+dropout key of this micro-batch or None.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from maxtext_layers import config
+from maxtext_layers import head
+
+
+class Loss(NamedTuple):
+  total: jax.Array  # float32 scalar: what is differentiated, summed
+  weight: jax.Array  # float32 scalar: what the step divides it by
+  aux: dict[str, jax.Array]  # name -> float32 scalar: reported, divided by `weight` as well
+
+
+class Chunk(enum.StrEnum):
+  """Along which axis the cross-entropy is cut, so that [B, T, V] never exists."""
+
+  AUTO = 'auto'
+  TOKENS = 'tokens'  # loss and gradients in one pass, three matmuls: the fastest on one device
+  VOCABULARY = 'vocabulary'  # recomputed in the backward pass, four matmuls; a sharded vocabulary stays sharded
+
+
+@config.config
+class Config:
+  chunk: Chunk = Chunk.AUTO
+  chunks: int = 8
+  z_loss: float = 0.0  # × logsumexp²; arXiv 2204.02311, section 5, uses 1e-4
+
+  def check(self) -> None:
+    if self.chunks < 1:
+      raise config.Error(f'chunks={self.chunks} is not positive')
+    if self.z_loss < 0.0:
+      raise config.Error(f'z_loss={self.z_loss} is negative')
+
+
+def resolve(chunk: Chunk, devices: int) -> Chunk:
+  """What AUTO means on a mesh of so many devices."""
+  if chunk != Chunk.AUTO:
+    return Chunk(chunk)
+  return Chunk.TOKENS if devices == 1 else Chunk.VOCABULARY
+
+
+def next_token(
+    model: Any, batch: Any, key: jax.Array | None = None, *, chunk: Chunk, chunks: int = 8, z_loss: float = 0.0,
+    kernel: str = 'auto', rate: float = 0.0,
+) -> Loss:  # fmt: skip
+  """Weighted next-token cross-entropy in nats; `lm_loss` in aux has neither z-loss nor auxiliary terms.
+
+  Args:
+    model: a decoder.Decoder.
+    batch: `tokens`, `targets` int32 [B, T], `weights` float32 [B, T], and `positions`, `segments` int32 [B, T] or None.
+      A weight of 0 selects a token out: not even a NaN gets through.
+    key: dropout key, or None.
+    chunk: resolved, see `resolve`.
+    chunks: into how many parts the axis is cut.
+    z_loss: coefficient of logsumexp².
+    kernel: a resolved attention kernel.
+    rate: dropout rate.
+
+  What the model returns as auxiliary terms (a router's balance, already scaled; a mean over this micro-batch) is weighted
+  with the tokens of the micro-batch and so averaged over micro-batches.
+  """
+  x, _, terms = model.hidden(
+      batch['tokens'], positions=batch.get('positions'), segments=batch.get('segments'), kernel=kernel, dropout=key,
+      rate=rate,
+  )  # fmt: skip
+  weights = batch['weights'].astype(jnp.float32)
+  weight = weights.sum()
+  if chunk == Chunk.TOKENS:
+    total, nll = model.loss_sum(x, batch['targets'], weights, chunks=chunks, z_loss=z_loss)
+  else:
+    losses, nll = model.losses(x, batch['targets'], chunks=chunks, z_loss=z_loss)
+    total, nll = weigh(losses, weights), weigh(nll, weights)
+  for value in terms.values():
+    total = total + value * weight
+  aux = {'lm_loss': nll, **{name: value * weight for name, value in terms.items()}}
+  return Loss(total, weight, jax.tree.map(jax.lax.stop_gradient, aux))
+
+
+def weigh(losses: jax.Array, weights: jax.Array) -> jax.Array:
+  """The sum of weights × losses in which a weight of 0 hides whatever the loss is, in both directions."""
+  return jnp.where(weights != 0, losses, 0.0).astype(jnp.float32).ravel() @ weights.ravel()
