@@ -1,14 +1,16 @@
 """The host's memory allocator, chosen before the process has touched any memory.
 
-XLA's buffers on a CPU are tens of megabytes large. The C library maps them anew every step and gives them back, so that a
-step of a 135M-parameter model takes 434,000 page faults and spends a fifth of its time in the kernel. An allocator that
-keeps its memory, in huge pages, takes none. It must be there when the process starts, hence a program that wants one
-starts itself again, once.
+XLA's buffers on a CPU are tens of megabytes large. The C library maps them anew every step and gives them back, so
+that a step of a 135M-parameter model takes 434,000 page faults and spends a fifth of its time in the kernel. An
+allocator that keeps its memory, in huge pages, takes none. It must be there when the process starts, hence a program
+that wants one starts itself again, once.
 
-Measured on 2 cores of an AMD EPYC (training tokens/s, 20M / 135M parameters): system 1475 / 136, huge_pages 1722 / 152,
-tcmalloc 1720 / 158, jemalloc 1854 / 158. The price is memory kept, not used twice: peak 1.5 / 3.8 GB against 2.3 / 4.4 GB.
+Measured on 2 cores of an AMD EPYC (training tokens/s of a hand-written step, 20M / 135M parameters): system 1475 / 136,
+huge_pages 1722 / 152, tcmalloc 1720 / 158, jemalloc 1854 / 158. The price is memory that is kept: with jemalloc the
+peak is 2.3 / 4.4 GB, not 1.5 / 3.8.
 
-Reading order: `NAMES`, `settle` (what a program calls first), `current` (what the manifest says), `_accelerator`.
+Reading order: `NAMES`, `settle` (what a program calls first), `current` (what the manifest says), `environment`,
+`_accelerator`.
 """
 
 import glob
@@ -68,11 +70,11 @@ def settle(argv):
     return
   obstacle = _obstacle()
   if asked != 'auto':
-    if obstacle or (obstacle := _missing(asked)):
+    if obstacle:
       raise _error(f'--allocator={asked}: {obstacle}')
     _restart(asked, asked)
   elif obstacle or (obstacle := _accelerator()):
-    _now = {'name': 'system', 'why': obstacle}
+    _now = {'name': 'preloaded' if 'LD_PRELOAD' in obstacle else 'system', 'why': obstacle}
   elif best := next((name for name in _BEST_FIRST if not _missing(name)), None):
     _restart(best, asked)
   else:
@@ -92,7 +94,7 @@ def named(argv):
 
 
 def current():
-  """The allocator this process runs under, for a manifest: `name`, `why`, and of a restarted one `library`, `settings`."""
+  """The allocator this process runs under, for a manifest: `name`, `why`; `library`, `settings` if it started again."""
   return dict(_now)
 
 
@@ -104,32 +106,42 @@ def announcement():
   return f'allocator: {_now["name"]}{library}; the program started again for it, --allocator=system prevents that'
 
 
+def environment(name):
+  """What a process must find in its environment to run under allocator `name`, with what the user has there kept.
+
+  Raises:
+    config.Error: it is not there.
+  """
+  if name == 'system':
+    return {}
+  if obstacle := _missing(name):
+    raise _error(f'--allocator={name}: {obstacle}')
+  wanted = {}
+  for variable, value in _SETTINGS[name].items():
+    old = os.environ.get(variable)
+    wanted[variable] = f'{value}{_JOINED[variable]}{old}' if old and variable in _JOINED else old or value
+  if library := _library(name):
+    wanted['LD_PRELOAD'] = ':'.join(filter(None, [os.environ.get('LD_PRELOAD'), library]))
+  return wanted
+
+
 def _restart(name, asked):
   """Does not return, unless the system refuses."""
-  environment, before = dict(os.environ), {}
-  settings = dict(_SETTINGS[name])
-  if library := _library(name):
-    settings['LD_PRELOAD'] = library
-  for variable, value in settings.items():
-    old = before[variable] = os.environ.get(variable)
-    if variable == 'LD_PRELOAD':
-      environment[variable] = f'{old}:{value}' if old else value
-    elif variable in _JOINED:
-      environment[variable] = f'{value}{_JOINED[variable]}{old}' if old else value
-    else:
-      environment[variable] = old or value
-  told = {'name': name, 'asked': asked, 'library': library, 'before': before}
-  environment[_GUARD] = json.dumps(told | {'settings': {v: environment[v] for v in settings}})
+  settings = environment(name)
+  before = {variable: os.environ.get(variable) for variable in settings}
+  told = {'name': name, 'asked': asked, 'library': _library(name), 'settings': settings, 'before': before}
   sys.stdout.flush()
   sys.stderr.flush()
   try:
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    os.execve(
+      sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings, _GUARD: json.dumps(told)}
+    )
   except OSError as error:
     raise _error(f'--allocator={name}: cannot start again: {error}; --allocator=system works') from None
 
 
 def _arrived(told):
-  """The second start: what `current` says. The environment is again the user's, so that programs we start are not ours."""
+  """The second start: what `current` says. The environment is the user's again: programs that we start choose anew."""
   for variable, old in told.pop('before').items():
     if old is None:
       os.environ.pop(variable, None)

@@ -1,17 +1,17 @@
 """How a program starts and ends.
 
-A program is a module with flags and a function, and this at its end:
+A program is a module with flags and this, of which `main` is what Bazel and the wheel's console script call:
 
-    def main(args): ...                      # args: what is left of the command line after the flags, mostly []
+    def main():
+      program.run(_main)
 
-    def cli():                               # what the console script of the wheel calls
-      program.run(main)
+    def _main(args): ...                     # args: what is left of the command line after the flags, mostly []
 
     if __name__ == '__main__':
-      cli()
+      main()
 
 `run` settles the host allocator, moves to the folder the user stands in, parses flags and turns errors into exit codes.
-Nothing heavy is imported here, and a program imports what is heavy inside `main`: one that starts itself again under
+Nothing heavy is imported here, and a program imports what is heavy inside `_main`: one that starts itself again under
 another allocator must not pay for jax twice, and a misspelt flag is answered at once.
 
 Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code).
@@ -23,6 +23,7 @@ import select
 import sys
 
 from absl import flags
+
 from maxtext_models import allocator
 
 _ALLOCATOR = flags.DEFINE_enum(
