@@ -1,0 +1,146 @@
+"""Softmax attention, one function an implementation; `KERNELS` says what each can do and where it runs.
+
+q [B, N, T, H], k, v [B, K, S, H] -> [B, N, T, H], heads before time, as a matrix product wants them. Every implementation
+takes its mask from mask.visible; the twin that they are tested against is in attend_test.py. Reading order: `KERNELS`,
+`chunked` (and `xla`, which is chunked in one piece), `cached` (decode), `splash`, `cudnn`.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from maxtext_layers import config
+from maxtext_layers import mask
+from maxtext_layers import sharding
+import numpy as np
+
+
+@config.spec
+class Shape:
+  """What a head computes, beside its mask: scores are scale * q.k, then cap * tanh(scores / cap)."""
+
+  scale: float
+  window: int | None = None
+  cap: float | None = None
+
+
+def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None = None) -> jax.Array:
+  """Query blocks of `block` rows, each against the keys that it can see: half the work of a square, and no dynamic loop.
+
+  Args:
+    q: [B, N, T, H].
+    k: [B, K, T, H]; v alike.
+    shape: scale, window and cap.
+    segments: [B, T], 0 padding; None: one document a row.
+    sinks: [N], a logit a head that takes part in the softmax and has no value (arXiv 2309.17453).
+    block: None: a quarter of T, but 64 at least and 512 at most.
+  """
+  b, n, t, h = q.shape
+  groups = k.shape[1]
+  q = (q * jnp.asarray(shape.scale, q.dtype)).reshape(b, groups, n // groups, t, h)
+  block = block or min(max(-(-t // 4), 64), 512)
+  out = []
+  for low in range(0, t, block):
+    high = min(low + block, t)
+    first = 0 if shape.window is None else max(0, low - shape.window + 1)
+    inside = (None, None) if segments is None else (segments[:, low:high], segments[:, first:high])
+    seen = mask.visible(np.arange(low, high), np.arange(first, high), shape.window, *inside)
+    seen = seen if segments is None else seen[:, None, None]
+    out.append(_softmax_average(q[..., low:high, :], k[:, :, first:high], v[:, :, first:high], seen, shape.cap, sinks))
+  return (out[0] if len(out) == 1 else jnp.concatenate(out, 3)).reshape(b, n, t, h)
+
+
+def xla(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
+  """All pairs at once."""
+  return chunked(q, k, v, shape, segments, sinks, block=q.shape[2])
+
+
+def cached(q, k, v, shape: Shape, slots, first, sinks=None) -> jax.Array:
+  """q [B, N, T, H] that stand at slots [B, T] (or [1, T]) against memories k, v [B, K, S, H].
+
+  first [B] (or [1]) is the row's first slot that holds a token; what lies before is padding on the left. Slots after a
+  query's own are not written yet, or not meant for it.
+  """
+  b, n, t, h = q.shape
+  groups, keys = k.shape[1], np.arange(k.shape[2])[None]
+  seen = mask.visible(slots, keys, shape.window, slots >= first[:, None], keys >= first[:, None])[:, None, None]
+  q = (q * jnp.asarray(shape.scale, q.dtype)).reshape(b, groups, n // groups, t, h)
+  return _softmax_average(q, k, v, seen, shape.cap, sinks).reshape(b, n, t, h)
+
+
+def _softmax_average(q, k, v, seen, cap, sinks):
+  """q [B, K, G, T, H] scaled, k, v [B, K, S, H], seen [.., T, S] -> [B, K, G, T, H]; the softmax is float32."""
+  scores = jnp.einsum('BKGTH,BKSH->BKGTS', q, k, preferred_element_type=jnp.float32)
+  if cap is not None:
+    scores = cap * jnp.tanh(scores / cap)
+  scores = jnp.where(seen, scores, -1e30)  # finite: a row of padding has a gradient too
+  if sinks is None:
+    weights = jax.nn.softmax(scores, -1)
+  else:
+    sinks = sinks.astype(jnp.float32).reshape(*q.shape[1:3], 1, 1)
+    top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    raised = jnp.exp(scores - top)
+    weights = raised / (raised.sum(-1, keepdims=True) + jnp.exp(sinks - top))
+  return jnp.einsum('BKGTS,BKSH->BKGTH', weights.astype(v.dtype), v)
+
+
+def splash(q, k, v, shape: Shape, segments=None, sinks=None, interpret: bool = False) -> jax.Array:
+  """The TPU kernel of jax.experimental.pallas. A Pallas call is opaque to the partitioner, so it runs under shard_map."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel  # only a TPU needs it
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+  assert sinks is None
+  length = q.shape[2]
+  block = math.gcd(length, 512)
+  if block < 128:
+    raise config.Error(f'kernel splash needs rows of a multiple of 128 tokens, not {length}')
+  seen = masks.CausalMask((length, length))
+  if shape.window is not None:
+    seen = masks.LocalMask((length, length), (shape.window - 1, 0), 0)
+  sizes = kernel.BlockSizes(**{f'block_{name}': block for name in (
+      'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq', 'kv_dq')})
+
+  def local(q, k, v, segments):
+    run = kernel.make_splash_mha_single_device(
+        masks.MultiHeadMask([seen] * q.shape[1]), block_sizes=sizes, attn_logits_soft_cap=shape.cap, interpret=interpret)
+    ids = None if segments is None else kernel.SegmentIds(segments, segments)
+    return jax.vmap(run)(q * jnp.asarray(shape.scale, q.dtype), k, v, ids)
+
+  if not sharding.active():
+    return local(q, k, v, segments)
+  spec = lambda x, *words: sharding.activation(x.shape, *words)
+  wide, narrow = spec(q, 'batch', 'heads', None, None), spec(k, 'batch', 'kv_heads', None, None)
+  rows = None if segments is None else spec(segments, 'batch', None)
+  return jax.shard_map(local, in_specs=(wide, narrow, narrow, rows), out_specs=wide, check_vma=False)(q, k, v, segments)
+
+
+def cudnn(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
+  """cuDNN's fused attention on an NVIDIA GPU, for bfloat16 and float16."""
+  assert segments is None and sinks is None and shape.cap is None
+  window = None if shape.window is None else (shape.window - 1, 0)
+  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  y = jax.nn.dot_product_attention(
+      q, k, v, scale=shape.scale, is_causal=True, local_window_size=window, implementation='cudnn')
+  return y.swapaxes(1, 2)
+
+
+@config.spec
+class Kernel:
+  """An implementation, the platforms that it runs on, and the features that it has ('segments window cap sinks')."""
+
+  run: object
+  platforms: frozenset[str]
+  features: frozenset[str]
+
+
+def _kernel(run, platforms, features):
+  return Kernel(run, frozenset(platforms.split()), frozenset(features.split()))
+
+
+# In order of preference, as 'auto' takes them.
+KERNELS = {
+    'splash': _kernel(splash, 'tpu', 'segments window cap'),
+    'cudnn': _kernel(cudnn, 'gpu cuda', 'window'),
+    'chunked': _kernel(chunked, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
+    'xla': _kernel(xla, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
+}

@@ -1,0 +1,37 @@
+"""Where the norms of a residual path stand.
+
+`pre`: x + f(norm(x)) (arXiv 2002.04745). `post`: x + norm(f(x)), the norm on what is added (OLMo 2, arXiv 2501.00656).
+`sandwich`: both (Gemma 2, arXiv 2408.00118).
+"""
+
+from maxtext_layers import config
+from maxtext_layers import norm
+
+
+@config.spec
+class Spec:
+  """The norms before and after a layer; None leaves one out."""
+
+  before: norm.Spec | None
+  after: norm.Spec | None = None
+
+
+def pre(spec: norm.Spec) -> Spec:
+  """x + f(norm(x))."""
+  return Spec(spec)
+
+
+def post(spec: norm.Spec) -> Spec:
+  """x + norm(f(x))."""
+  return Spec(None, spec)
+
+
+def sandwich(spec: norm.Spec) -> Spec:
+  """x + norm(f(norm(x)))."""
+  return Spec(spec, spec)
+
+
+def norms(spec: Spec, size: int) -> tuple[norm.Norm | None, norm.Norm | None]:
+  """The modules (before, after) for an axis of `size`."""
+  before, after = (norm.Norm(s, size) if s else None for s in (spec.before, spec.after))
+  return before, after
