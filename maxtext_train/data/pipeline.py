@@ -1,0 +1,475 @@
+"""Batches with an exact place in the data. Reading order: `build`, `Loader`, `Rows`.
+
+The global batch has B rows, and each row is a stream of its own. Records in the (shuffled) order i = 0, 1, 2, … of all
+epochs, epoch i // n, belong to stream i mod B; a stream tokenizes and packs its records by itself. So the place of a
+stream is one cursor (next record, offset in it), the state of a run is B cursors, and neither changes with the number of
+worker processes, nor with the number of processes that each feed a part of the batch: batches are the same bit for bit.
+
+A row travels together with the cursor behind it. The state is therefore that of the batches handed out, however many
+more are read ahead.
+
+Held-out records go through one stream, once, in one order: the rows do not depend on the batch size, and no row is
+counted twice.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import hashlib
+import multiprocessing
+from multiprocessing import connection
+import os
+import signal
+import threading
+from typing import Any
+
+from absl import flags
+from absl import logging
+import grain
+import numpy as np
+
+from maxtext_layers import config
+from maxtext_train.data import config as data_config
+from maxtext_train.data import packing
+from maxtext_train.data import sources
+from maxtext_train.data import synthetic
+
+FORMAT = 1
+BROKEN = 'broken'
+
+# columns of a cursor
+_RECORD, _OFFSET, _TOKENS, _TRUNCATED, _DROPPED = 0, 1, 2, 3, 4
+_REASONS = (BROKEN, packing.EMPTY, packing.NO_TARGET)
+_WHY = {
+  BROKEN: 'cannot be read',
+  packing.EMPTY: 'have fewer than two tokens',
+  packing.NO_TARGET: 'have no token to train on (within the length of a row)',
+}
+_WIDTH = _DROPPED + len(_REASONS)
+
+_AHEAD = 2  # batches a worker reads ahead
+
+# value -> ids int32 [n], weights of the ids as targets float32 [n] or None for 1
+Encode = Callable[[sources.Record], tuple[np.ndarray, np.ndarray | None]]
+
+
+def build(
+    settings: data_config.Config, *, batch: int, length: int, tokenizer: Any = None,
+    state: dict[str, Any] | None = None, split: str = 'train', process: int = 0, processes: int = 1,
+    vocab: int | None = None, batches: int | None = None, encode: Encode | None = None,
+) -> 'Loader | HeldOut':  # fmt: skip
+  """The batches that one process feeds.
+
+  Args:
+    settings: checked here too.
+    batch: rows of the global batch, B.
+    length: tokens of a row, T.
+    tokenizer: see maxtext_models.tokenizer; None for artificial data.
+    state: of a Loader, to go on behind it (for several processes, of `merge`); for split='train' only.
+    split: 'train', or 'heldout' for the same batches each time it is iterated.
+    process: which of `processes` this is; it feeds rows process · B / processes onwards.
+    processes: how many processes feed the batch.
+    vocab: ids of artificial data are below it, unless the settings say.
+    batches: at most so many held-out batches; None takes every held-out record once.
+    encode: picklable record -> (ids, weights), instead of the tokenizer. JSON lines are then whole objects.
+
+  Raises:
+    config.Error: bad settings, unreadable or empty data, a state that belongs to other data or to another batch.
+  """
+  settings.check()
+  if batch < 1 or length < 1:
+    raise config.Error(f'batch={batch} and length={length} must be positive')
+  if batch % processes:
+    raise config.Error(f'batch={batch} is not divisible by the {processes} processes that feed it')
+  if split not in ('train', 'heldout'):
+    raise config.Error(f'split={split!r} is not one of train, heldout')
+  share = batch // processes
+  slots = slice(process * share, (process + 1) * share, 1)
+  if settings.artificial:
+    return _artificial(settings, batch, length, settings.vocab or vocab, state, split, slots, batches)
+  source = sources.open_source(settings, field=encode is None)
+  members, held = sources.split(source, settings.holdout, settings.seed)
+  if split == 'heldout' and not len(held):
+    raise config.Error('holdout=0 leaves nothing to evaluate on')
+  encode = encode or Tokenize(tokenizer, settings.bos, settings.eos)
+  common: dict[str, Any] = {
+      'source': source, 'encode': encode, 'length': length, 'shuffle': settings.seed if settings.shuffle else None,
+      'whole': settings.packing == data_config.Packing.NONE,
+      'sample': settings.weighting == data_config.Weighting.SAMPLE,
+      'skip': settings.on_bad_record == data_config.OnBadRecord.SKIP or settings.source == data_config.Source.STDLIB,
+  }  # fmt: skip
+  if split == 'heldout':
+    rows = Rows(members=held, batch=1, slots=slice(0, 1, 1), epochs=1, **common)
+    rows.probe()
+    return HeldOut(rows, batch=batch, slots=slots, batches=batches)
+  epochs = (settings.epochs or 1) if settings.at_end == data_config.AtEnd.STOP else None
+  rows = Rows(members=members, batch=batch, slots=slots, epochs=epochs, **common)
+  rows.probe()
+  facts = {
+      'source': str(settings.source), 'files': source.identity(), 'records': len(source), 'holdout': settings.holdout,
+      'shuffle': settings.shuffle, 'seed': settings.seed, 'packing': str(settings.packing),
+      'weighting': str(settings.weighting), 'tokenizer': encode.identity() if isinstance(encode, Tokenize) else 'own',
+      'batch': batch, 'length': length,
+  }  # fmt: skip
+  return Loader(rows, facts=facts, slots=slots, state=state, workers=settings.workers, held=len(held))
+
+
+class Tokenize:
+  """Record -> ids, with the begin and end tokens that the tokenizer has."""
+
+  def __init__(self, tokenizer: Any, bos: bool, eos: bool):
+    if tokenizer is None:
+      raise config.Error('data of text needs a tokenizer')
+    self.tokenizer = tokenizer
+    self.bos = bos and tokenizer.bos_id is not None
+    self.eos = eos and tokenizer.eos_id is not None
+
+  def __call__(self, record: sources.Record) -> tuple[np.ndarray, np.ndarray | None]:
+    """Int32 [n], and no weights."""
+    if not record.value:
+      return np.zeros(0, np.int32), None
+    return np.array(self.tokenizer.encode(record.value, bos=self.bos, eos=self.eos and record.ends), np.int32), None
+
+  def identity(self) -> str:
+    """Changes with the ids that text becomes, not with where the tokenizer's files lie."""
+    text = 'The quick brown fox — naïve façade, 北京, 1234567890!\n\tdef f(x):\n    return x ** 2\n'
+    ids = self.tokenizer.encode(text, bos=self.bos, eos=self.eos)
+    return hashlib.sha256(f'{self.tokenizer.vocab} {list(map(int, ids))}'.encode()).hexdigest()[:16]
+
+
+class Loader:
+  """Iterates over local batches: dicts of tokens, targets, positions, segments int32 and weights float32, [b, T] each.
+
+  `state()` and `report()` speak of the batches handed out so far. Close it, or use it as a context, if it has workers.
+  """
+
+  def __init__(
+      self, rows: 'Rows | synthetic.Rows', *, facts: dict[str, Any], slots: slice, state: dict[str, Any] | None,
+      workers: int, held: int = 0,
+  ):  # fmt: skip
+    self.rows, self.facts, self.slots, self.held = rows, facts, slots, held
+    self.finite = isinstance(rows, Rows) and rows.epochs is not None
+    self._batches = 0
+    if state is not None:
+      self._batches = restore(state, facts, rows, slots)
+    self._cursor = rows.cursor.copy()
+    self._warned: dict[str, int] = {}
+    self._workers = min(workers, slots.stop - slots.start)
+    dataset: grain.IterDataset = rows
+    if self._workers:
+      if not flags.FLAGS.is_parsed():  # grain asks a flag of its own, and none of ours
+        flags.FLAGS.mark_as_parsed()
+      # arrays go through pipes: shared memory would outlive a killed run
+      dataset = grain.experimental.WithOptionsIterDataset(rows, grain.experimental.DatasetOptions(min_shm_size=1 << 62))
+      options = grain.MultiprocessingOptions(num_workers=self._workers, per_worker_buffer_size=_AHEAD)
+      dataset = dataset.mp_prefetch(options, worker_init_fn=_begin_worker)
+    self._iterator: Any = dataset.__iter__()
+    self._started = self._over = False
+
+  def __iter__(self) -> 'Loader':
+    return self
+
+  def __next__(self) -> packing.Batch:
+    if self._over:
+      raise StopIteration
+    parts = self._parts()
+    batch = parts[0]
+    if len(parts) > 1:
+      batch = {k: np.empty((sum(len(p[k]) for p in parts), *v.shape[1:]), v.dtype) for k, v in parts[0].items()}
+      for w, part in enumerate(parts):
+        for name, value in part.items():
+          batch[name][w :: len(parts)] = value
+    if self.finite and not batch['segments'].any():  # every stream has ended
+      self._over = True
+      raise StopIteration
+    self._cursor = batch.pop('cursor')
+    self._batches += 1
+    self._warn()
+    return batch
+
+  def _parts(self) -> list[packing.Batch]:
+    """One part a worker, in order: worker w has the rows w, w + W, …"""
+    if self._started or not self._workers:
+      return [next(self._iterator) for _ in range(max(1, self._workers))]
+    # Workers inherit the signal mask: an interrupt or a termination of the process group is for the program to handle,
+    # which may want to finish its step. They end with it (`_begin_worker`).
+    self._started = True
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+      return [next(self._iterator) for _ in range(self._workers)]
+    finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+  def position(self) -> tuple[int, np.ndarray]:
+    """Batches handed out and the cursors behind them: what `state` and `report` are made from."""
+    return self._batches, self._cursor
+
+  def state(self, position: tuple[int, np.ndarray] | None = None) -> dict[str, Any]:
+    """The place in the data, for JSON; of several processes, `merge` puts it together."""
+    batches, cursor = position or self.position()
+    place = {'batches': batches, 'first_row': self.slots.start, 'cursors': cursor.tolist()}
+    return {'format': FORMAT, 'data': self.facts, **place}
+
+  def report(self, position: tuple[int, np.ndarray] | None = None) -> dict[str, Any]:
+    """Batches, records, epoch, next record, tokens and what was dropped, of this process's rows."""
+    batches, cursor = position or self.position()
+    if not isinstance(self.rows, Rows):
+      tokens = len(cursor) * batches * self.rows.length
+      nothing: dict[str, Any] = {'records': 0, 'epoch': 0, 'next_record': None, 'dropped': {}, 'truncated': 0}
+      return {'batches': batches, 'tokens': tokens, **nothing}
+    rows = self.rows
+    slots = np.arange(rows.batch)[self.slots]
+    following = int(cursor[:, _RECORD].min())
+    total = None if rows.epochs is None else rows.epochs * len(rows.members)
+    return {
+        'batches': batches,
+        'records': int(((cursor[:, _RECORD] - slots) // rows.batch).sum()),
+        'epoch': min(following, total - 1 if total else following) // len(rows.members),
+        'next_record': None if total is not None and following >= total else rows.name(following),
+        'tokens': int(cursor[:, _TOKENS].sum()),
+        'dropped': {why: int(n) for why, n in zip(_REASONS, cursor[:, _DROPPED:].sum(0)) if n},
+        'truncated': int(cursor[:, _TRUNCATED].sum()),
+    }  # fmt: skip
+
+  def describe(self) -> dict[str, Any]:
+    """What is decided about the data, for the printed plan and the manifest."""
+    if not isinstance(self.rows, Rows):
+      return {'source': self.facts['source'], 'documents': 'none: every row is one run of random tokens'}
+    rows = self.rows
+    if rows.whole:
+      policy = 'one document a row, padded or cut; padding is masked'
+    else:
+      policy = 'concatenated, then split; documents are isolated by segment ids and positions restart at 0'
+    end = 'repeats, in another order each epoch' if rows.shuffle is not None else 'repeats'
+    return {
+        'source': repr(rows.source), 'train_records': len(rows.members), 'heldout_records': self.held,
+        'documents': policy, 'weighting': 'every document weighs 1' if rows.sample else 'every token weighs 1',
+        'at_end': end if rows.epochs is None else f'stops after {rows.epochs} epochs', 'workers': self._workers,
+    }  # fmt: skip
+
+  def close(self) -> None:
+    """Ends the workers. No further batch can be asked for."""
+    self._over = True
+    self._iterator.close()
+
+  def __enter__(self) -> 'Loader':
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _warn(self) -> None:
+    """Says what is dropped, when its number passes 1, 10, 100, …"""
+    if self._cursor.shape[1] == _WIDTH and self._cursor[:, _DROPPED:].any():
+      for why, count in self.report()['dropped'].items():
+        if count >= self._warned.get(why, 1):
+          self._warned[why] = 10 ** len(str(count))
+          logging.warning(
+            'data: %d of %d records so far %s (%s): dropped', count, self.report()['records'], _WHY[why], why
+          )
+
+
+class HeldOut:
+  """The held-out records as batches: each iteration begins anew and hands out the same. Rows left over are padding."""
+
+  finite = True
+
+  def __init__(self, rows: Any, *, batch: int, slots: slice, batches: int | None):
+    self.rows, self.batch, self.slots, self.batches = rows, batch, slots, batches
+
+  def __iter__(self) -> Iterator[packing.Batch]:
+    iterator = iter(self.rows)
+    for _ in range(self.batches) if self.batches is not None else iter(int, 1):
+      rows = [row for _ in range(self.batch) if (row := next(iterator))['segments'].any()]
+      if not rows:
+        return
+      rows += [packing.empty(1, self.rows.length)] * (self.batch - len(rows))
+      yield {name: np.concatenate([row[name] for row in rows[self.slots]]) for name in packing.empty(0, 0)}
+
+
+class Rows(grain.IterDataset):
+  """Parts of batches from records, with `cursor` int64 [b, _WIDTH] behind them. Streams that have ended give padding."""
+
+  def __init__(
+      self, *, source: sources.Source, members: np.ndarray, encode: Encode, batch: int, length: int,
+      shuffle: int | None, epochs: int | None, whole: bool, sample: bool, skip: bool, slots: slice,
+  ):  # fmt: skip
+    """See `build`. `members` are the record numbers of this split, `slots` the rows of the batch that are made here."""
+    super().__init__()
+    self.source, self.members, self.encode, self.batch, self.length = source, members, encode, batch, length
+    self.shuffle, self.epochs, self.whole, self.sample, self.skip = shuffle, epochs, whole, sample, skip
+    self.slots = slots
+    self.cursor = np.zeros((slots.stop - slots.start, _WIDTH), np.int64)
+    self.cursor[:, _RECORD] = np.arange(batch)[slots]
+    order: grain.MapDataset = grain.MapDataset.range(len(members))
+    self.order = order if shuffle is None else order.shuffle(seed=shuffle)
+
+  def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+    """Keeps the streams of one worker; called by grain in the worker."""
+    del sequential_slice
+    self.cursor = self.cursor[sl]
+
+  def __iter__(self) -> grain.DatasetIterator:
+    return _Iterator(self)
+
+  def name(self, index: int) -> str:
+    """Where record `index` of the order lies."""
+    return self.source.name(int(self.members[self.order[index]]))
+
+  def read(self, index: int) -> tuple[np.ndarray, np.ndarray | None, str | None, bool]:
+    """Record `index` of the order, tokenized; see packing.prepare."""
+    try:
+      record = self.source[int(self.members[self.order[index]])]
+    except sources.BadRecord:
+      if not self.skip:
+        raise
+      return np.zeros(0, np.int32), None, BROKEN, False
+    ids, weights = self.encode(record)
+    return packing.prepare(ids, weights, cut=self.length if self.whole else None, sample=self.sample)
+
+  def probe(self) -> None:
+    """Raises config.Error if no record at all can be trained on, before training."""
+    counts = dict.fromkeys(_REASONS, 0)
+    for index in range(len(self.members)):
+      _, weights, why, _ = self.read(index)
+      if weights is not None:
+        return
+      counts[str(why)] += 1
+    found = '; '.join(f'{n} {_WHY[why]}' for why, n in counts.items() if n)
+    raise config.Error(f'none of the {len(self.members)} records can be trained on: {found}')
+
+
+class _Iterator(grain.DatasetIterator):
+  """Packs row after row; holds the document that each stream is in."""
+
+  def __init__(self, rows: Rows):
+    super().__init__()
+    self._rows = rows
+    self._cursor = rows.cursor.copy()
+    self._open: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(self._cursor)
+    self._cut = [False] * len(self._cursor)
+
+  def __next__(self) -> packing.Batch:
+    batch = packing.empty(len(self._cursor), self._rows.length)
+    for row in range(len(self._cursor)):
+      self._fill(batch, row)
+    return {**batch, 'cursor': self._cursor.copy()}
+
+  def _fill(self, batch: packing.Batch, row: int) -> None:
+    cursor, at, segment = self._cursor[row], 0, 0
+    while at < self._rows.length and (document := self._document(row)):
+      segment += 1
+      taken = packing.put(batch, row, at, *document, int(cursor[_OFFSET]), segment)
+      at += taken
+      cursor[_TOKENS] += taken
+      cursor[_OFFSET] += taken
+      if packing.finished(document[0], int(cursor[_OFFSET])):
+        cursor[_TRUNCATED] += self._cut[row]
+        self._next(row)
+      if self._rows.whole:
+        return
+
+  def _document(self, row: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The document that a stream is in, or None behind the last one."""
+    rows, cursor = self._rows, self._cursor[row]
+    if self._open[row] is None:
+      end = None if rows.epochs is None else rows.epochs * len(rows.members)
+      for _ in range(
+        len(rows.members)
+      ):  # a stream that finds nothing to train on gives a row of padding and tries again
+        if end is not None and cursor[_RECORD] >= end:
+          return None
+        ids, weights, why, self._cut[row] = rows.read(int(cursor[_RECORD]))
+        if weights is not None:
+          self._open[row] = (ids, weights)
+          break
+        cursor[_DROPPED + _REASONS.index(str(why))] += 1
+        self._next(row)
+    return self._open[row]
+
+  def _next(self, row: int) -> None:
+    self._cursor[row, _RECORD] += self._rows.batch
+    self._cursor[row, _OFFSET] = 0
+    self._open[row] = None
+
+  def get_state(self) -> dict[str, Any]:
+    return {'cursor': self._cursor.copy()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._cursor = np.array(state['cursor'], np.int64)
+    self._open = [None] * len(self._cursor)
+
+
+def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
+  """The state of the whole batch from those of all the processes that feed it, in any order.
+
+  Raises:
+    config.Error: a part is missing, or they are not of the same run and batch.
+  """
+  states = sorted(states, key=lambda s: s['first_row'])
+  first = states[0]
+  cursors: list[list[int]] = []
+  for state in states:
+    for name in ('format', 'data', 'batches'):
+      if state[name] != first[name]:
+        raise config.Error(f'data state: {name} differs between processes: {first[name]} and {state[name]}')
+    if state['first_row'] != len(cursors):
+      raise config.Error(f'data state: row {len(cursors)} of {first["data"]["batch"]} is missing or there twice')
+    cursors += state['cursors']
+  return {**first, 'first_row': 0, 'cursors': cursors}
+
+
+def restore(state: dict[str, Any], facts: dict[str, Any], rows: Any, slots: slice) -> int:
+  """Moves `rows` to where `state` says and returns the batches before. Raises config.Error if it is of other data."""
+  if state.get('format') != FORMAT:
+    raise config.Error(f'data state: format {state.get("format")!r} is not {FORMAT}')
+  before = state['data']
+  names = [name for name in (facts | before) if facts.get(name) != before.get(name)]
+  if names:
+    changes = ', '.join(f'{name} was {before.get(name)!r} and is {facts.get(name)!r}' for name in names)
+    raise config.Error(f'the data is not that of the checkpoint, its place has no meaning: {changes}')
+  cursors = np.array(state['cursors'], np.int64)
+  if state['first_row'] != 0 or cursors.shape != (facts['batch'], rows.cursor.shape[1]):
+    raise config.Error(
+      f'data state: it holds rows {state["first_row"]} .. {state["first_row"] + len(cursors) - 1} of {facts["batch"]};'
+      ' the parts of all processes must be merged first'
+    )
+  rows.cursor = cursors[slots]
+  return int(state['batches'])
+
+
+def _artificial(
+    settings: data_config.Config, batch: int, length: int, vocab: int | None, state: dict[str, Any] | None, split: str,
+    slots: slice, batches: int | None,
+) -> Loader | HeldOut:  # fmt: skip
+  if vocab is None:
+    raise config.Error(f'vocab: source={settings.source} needs the number of token ids')
+  seed = settings.seed + (split == 'heldout')
+  fixed = settings.source == data_config.Source.SYNTHETIC
+  cursor = np.zeros((slots.stop - slots.start, 1), np.int64)
+  rows = synthetic.Rows(vocab=vocab, batch=batch, length=length, seed=seed, fixed=fixed, cursor=cursor, slots=slots)
+  if split == 'heldout':
+    return _Artificial(rows, batches=1 if batches is None else batches)
+  facts = {'source': str(settings.source), 'seed': settings.seed, 'vocab': vocab, 'batch': batch, 'length': length}
+  return Loader(rows, facts=facts, slots=slots, state=state, workers=settings.workers)
+
+
+class _Artificial(HeldOut):
+  def __init__(self, rows: synthetic.Rows, *, batches: int):
+    super().__init__(rows, batch=rows.batch, slots=rows.slots, batches=batches)
+
+  def __iter__(self) -> Iterator[packing.Batch]:
+    for _, part in zip(range(self.batches or 0), self.rows):
+      yield {name: value for name, value in part.items() if name != 'cursor'}
+
+
+def _begin_worker(worker: int, workers: int) -> None:
+  """Runs first in a worker: it must end with its parent, even if that is killed."""
+  del worker, workers
+  parent = multiprocessing.parent_process()
+
+  def watch():
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(0)
+
+  threading.Thread(target=watch, daemon=True, name='ends-with-its-parent').start()
