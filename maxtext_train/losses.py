@@ -6,15 +6,19 @@ dropout key of this micro-batch or None.
 """
 
 import enum
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from maxtext_layers import config
 from maxtext_layers import head
 
 
 class Loss(NamedTuple):
+  """Float32 sums over the tokens of a micro-batch."""
+
   total: jax.Array  # float32 scalar: what is differentiated, summed
   weight: jax.Array  # float32 scalar: what the step divides it by
   aux: dict[str, jax.Array]  # name -> float32 scalar: reported, divided by `weight` as well
@@ -30,11 +34,14 @@ class Chunk(enum.StrEnum):
 
 @config.config
 class Config:
+  """How the cross-entropy is computed, and what is added to it."""
+
   chunk: Chunk = Chunk.AUTO
   chunks: int = 8
   z_loss: float = 0.0  # × logsumexp²; arXiv 2204.02311, section 5, uses 1e-4
 
   def check(self) -> None:
+    """Raises config.Error naming the field and its value."""
     if self.chunks < 1:
       raise config.Error(f'chunks={self.chunks} is not positive')
     if self.z_loss < 0.0:
@@ -65,8 +72,8 @@ def next_token(
     kernel: a resolved attention kernel.
     rate: dropout rate.
 
-  What the model returns as auxiliary terms (a router's balance, already scaled; a mean over this micro-batch) is weighted
-  with the tokens of the micro-batch and so averaged over micro-batches.
+  What the model returns as auxiliary terms (a router's balance, already scaled; a mean over this micro-batch) is
+  weighted with the tokens of the micro-batch and so averaged over micro-batches.
   """
   x, _, terms = model.hidden(
       batch['tokens'], positions=batch.get('positions'), segments=batch.get('segments'), kernel=kernel, dropout=key,
@@ -75,9 +82,9 @@ def next_token(
   weights = batch['weights'].astype(jnp.float32)
   weight = weights.sum()
   if chunk == Chunk.TOKENS:
-    total, nll = model.loss_sum(x, batch['targets'], weights, chunks=chunks, z_loss=z_loss)
+    total, nll = head.cross_entropy_sum(x, model.output(), batch['targets'], weights, chunks=chunks, z_loss=z_loss)
   else:
-    losses, nll = model.losses(x, batch['targets'], chunks=chunks, z_loss=z_loss)
+    losses, nll = head.cross_entropy(x, model.output(), batch['targets'], chunks=chunks, z_loss=z_loss)
     total, nll = weigh(losses, weights), weigh(nll, weights)
   for value in terms.values():
     total = total + value * weight

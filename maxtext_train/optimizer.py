@@ -1,21 +1,27 @@
 """AdamW (arXiv 1711.05101) as parts of optax, and the list of what decays.
 
-An optimizer here maps gradients to a *direction*; the learning rate, the global clip and the decision to skip a step are
-the step's, because they need one scalar for all leaves. So no scheduler state exists, and another optimizer is another
-function with the signature of `build`.
+An optimizer here maps gradients to a *direction*. The learning rate, the global clip and the decision to skip a step
+are the step's, because each is one scalar for all leaves; so no scheduler state exists, and another optimizer is
+another function with the signature of `build`.
 
-Reading order: `Config`, `build`, `decayed`.
+A transformation gets the keyword `applied` (bool scalar) and leaves its moments as they are where it is False. Done
+inside, before the direction is taken from them, this is free; a select around a finished update needs old and new
+moments at once and costs a copy of the state, twice the time of the update. `guarded` does it for transformations that
+know nothing of it.
+
+Reading order: `Config`, `build`, `decayed`, `matches`.
 """
 
-from collections.abc import Iterable
 import fnmatch
+import math
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from maxtext_layers import config
 import optax
+
+from maxtext_layers import config
 
 DEFAULT = ('norm', 'bias', 'embed')
 
@@ -32,6 +38,7 @@ class Config:
   clip: float | None = 1.0  # global norm; None does not clip
 
   def check(self) -> None:
+    """Raises config.Error naming the field and its value."""
     for name in ('b1', 'b2'):
       if not 0.0 <= getattr(self, name) < 1.0:
         raise config.Error(f'{name}={getattr(self, name)} lies outside 0 … 1')
@@ -43,7 +50,7 @@ class Config:
       raise config.Error(f'clip={self.clip} is not positive; none switches clipping off')
 
 
-def build(settings: Config, params: Any) -> optax.GradientTransformation:
+def build(settings: Config, params: Any) -> optax.GradientTransformationExtraArgs:
   """The transformation (gradients, moments, params) -> (direction, moments); a step subtracts rate × direction.
 
   Moments are float32 whatever the parameters are. `params` may be abstract: only paths and shapes are read.
@@ -51,7 +58,7 @@ def build(settings: Config, params: Any) -> optax.GradientTransformation:
   Raises:
     config.Error: a pattern of `no_decay` matches no parameter.
   """
-  parts = [_float32(optax.scale_by_adam(settings.b1, settings.b2, settings.eps))]
+  parts = [adam(settings.b1, settings.b2, settings.eps)]
   if settings.weight_decay:
     parts.append(_decay(settings.weight_decay, mask(settings, params)))
   return optax.chain(*parts)
@@ -65,7 +72,7 @@ def decayed(settings: Config, params: Any) -> tuple[list[str], list[str]]:
 
 
 def mask(settings: Config, params: Any) -> Any:
-  """A tree like `params` of bools: whether a leaf decays. Decided by path, never by rank: a scanned norm is a matrix."""
+  """A tree like `params` of bools: whether a leaf decays. By path, never by rank: a scanned norm is a matrix."""
   names = paths(params)
   if not settings.weight_decay:
     return jax.tree.map(lambda _: False, params)
@@ -98,12 +105,38 @@ def paths(params: Any) -> list[str]:
   return [jax.tree_util.keystr(key, simple=True, separator='.').removesuffix('.value') for key in keys]
 
 
-def _float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-  """`inner` with float32 state and arithmetic; optax takes the dtype of the second moment from the parameters."""
-  cast = lambda tree: None if tree is None else jax.tree.map(lambda a: a.astype(jnp.float32), tree)
-  return optax.GradientTransformation(
-    lambda params: inner.init(cast(params)), lambda grads, moments, params=None: inner.update(cast(grads), moments)
-  )
+def adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+  """gradient -> mean / (sqrt(mean square) + eps), bias-corrected (arXiv 1412.6980); all of it float32."""
+
+  def init(params):
+    zeros = lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros(), zeros())
+
+  def update(grads, moments, params=None, *, applied=True, **_):
+    count = jnp.where(applied, moments.count + 1, moments.count)
+    average = lambda decay, new, old: jnp.where(applied, decay * old + (1.0 - decay) * new, old)
+    mu = jax.tree.map(lambda m, g: average(b1, g.astype(jnp.float32), m), moments.mu, grads)
+    nu = jax.tree.map(lambda v, g: average(b2, jnp.square(g.astype(jnp.float32)), v), moments.nu, grads)
+    mu_left, nu_left = _correction(b1, count), _correction(b2, count)
+    direction = jax.tree.map(lambda m, v: (m / mu_left) / (jnp.sqrt(v / nu_left) + eps), mu, nu)
+    return direction, optax.ScaleByAdamState(count, mu, nu)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _correction(decay: float, count: jax.Array) -> jax.Array:
+  """1 - decay ** count, without cancellation at the first steps."""
+  return -jnp.expm1(count.astype(jnp.float32) * (math.log(decay) if decay else -math.inf))
+
+
+def guarded(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Any optax transformation, made to understand `applied`."""
+
+  def update(grads, moments, params=None, *, applied=True, **_):
+    direction, new = inner.update(grads, moments, params)
+    return direction, jax.tree.map(lambda n, o: jnp.where(applied, n.astype(o.dtype), o), new, moments)
+
+  return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _decay(rate: float, flags: Any) -> optax.GradientTransformation:
@@ -118,8 +151,5 @@ def _decay(rate: float, flags: Any) -> optax.GradientTransformation:
 
 def global_norm(tree: Any) -> jax.Array:
   """The Euclidean norm over all leaves, float32."""
-  return jnp.sqrt(sum(squares(jax.tree.leaves(tree)), jnp.zeros((), jnp.float32)))
-
-
-def squares(leaves: Iterable[jax.Array]) -> list[jax.Array]:
-  return [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
+  squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

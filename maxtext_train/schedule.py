@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the update index: nothing to save, nothing to restore.
 
-Update k of n (k = 0 … n-1) uses u = k + 1. The warm-up is the line from 0 to the peak that reaches it at u = warmup, so
-the first update already moves. What follows ends at u = n with `final` × peak, exactly, where n is the real number of
-updates of the run.
+Update k of n (k = 0 … n-1) uses u = k + 1. The warm-up is the line from 0 to the peak that reaches it at u = warmup,
+so the first update already moves. What follows ends at u = n with `final` × peak, exactly, where n is the real number
+of updates of the run.
 
 | kind | after the warm-up, with p = (u - warmup) / (n - warmup) |
 |---|---|
@@ -18,12 +18,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+
 from maxtext_layers import config
 
 Schedule = Callable[[jax.Array], jax.Array]
 
 
 class Kind(enum.StrEnum):
+  """The shape after the warm-up; see the table above."""
+
   CONSTANT = 'constant'
   LINEAR = 'linear'
   COSINE = 'cosine'
@@ -32,6 +35,8 @@ class Kind(enum.StrEnum):
 
 @config.config
 class Config:
+  """Of a run whose number of updates is known elsewhere."""
+
   kind: Kind = Kind.COSINE
   peak: float = 3e-4
   warmup: int | None = None  # updates; None is a fiftieth of the run
@@ -39,6 +44,7 @@ class Config:
   decay: float = 0.2  # wsd: the fraction of the run that decays
 
   def check(self) -> None:
+    """Raises config.Error naming the field and its value."""
     if not (self.peak >= 0.0 and math.isfinite(self.peak)):
       raise config.Error(f'peak={self.peak} is no learning rate')
     if self.warmup is not None and self.warmup < 0:

@@ -1,22 +1,26 @@
 """What training changes, born where it will live.
 
-`State` is a pytree: parameters (an nnx.State, so that every leaf keeps its axis words), the optimizer's moments, and the
-number of batches seen. optax maps over parameters, hence moments carry the same words and need no table of their own.
-No array exists before `create`: shapes, paths and shardings are read from the abstract state.
+`State` is a pytree: parameters (an nnx.State, so that every leaf keeps its axis words), the optimizer's moments, and
+the number of batches seen. optax maps over parameters, hence moments carry the same words and need no table of their
+own. No array exists before `create`: shapes, paths and shardings are read from the abstract state.
 """
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from maxtext_layers import sharding
 import optax
+
+from maxtext_layers import sharding
 
 
 class State(NamedTuple):
+  """The training state; `step` is all that the learning rate, the data order and dropout depend on."""
+
   params: Any  # nnx.State
   optimizer: Any  # moments, float32
   step: jax.Array  # int32 scalar: batches seen = index of the next update
@@ -26,7 +30,7 @@ class Plan(NamedTuple):
   """All that is known of a state before it exists."""
 
   graph: Any  # nnx.GraphDef; nnx.merge(graph, params) is the model
-  optimizer: optax.GradientTransformation
+  optimizer: optax.GradientTransformationExtraArgs
   build: Callable[[], Any]  # makes the model with its first values
   abstract: State  # ShapeDtypeStructs with shardings
   shardings: State
@@ -34,7 +38,7 @@ class Plan(NamedTuple):
 
 def plan(
   build: Callable[[], Any],
-  optimizer: Callable[[Any], optax.GradientTransformation],
+  optimizer: Callable[[Any], optax.GradientTransformationExtraArgs],
   mesh: jax.sharding.Mesh,
   rules: sharding.Rules,
 ) -> Plan:
@@ -68,5 +72,5 @@ def create(plan: Plan, params: Any = None) -> State:
   return jax.jit(lambda: _fresh(plan.optimizer, nnx.state(plan.build())), out_shardings=plan.shardings)()
 
 
-def _fresh(optimizer: optax.GradientTransformation, params: Any) -> State:
+def _fresh(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> State:
   return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
