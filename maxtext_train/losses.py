@@ -84,7 +84,7 @@ def next_token(
   if chunk == Chunk.TOKENS:
     total, nll = head.cross_entropy_sum(x, model.output(), batch['targets'], weights, chunks=chunks, z_loss=z_loss)
   else:
-    losses, nll = head.cross_entropy(x, model.output(), batch['targets'], chunks=chunks, z_loss=z_loss)
+    losses, nll = head.cross_entropy_parts(x, model.output(), batch['targets'], chunks=chunks, z_loss=z_loss)
     total, nll = weigh(losses, weights), weigh(nll, weights)
   for value in terms.values():
     total = total + value * weight
