@@ -1,0 +1,47 @@
+"""Reference models of this folder as Hugging Face directories, with what transformers computes with them."""
+
+import functools
+import pathlib
+import shutil
+from typing import NamedTuple
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+WEIGHTS = {  # case -> file of weights; see make_goldens.py
+  'llama': 'llama',
+  'llama_linear': 'llama',
+  'llama_yarn': 'llama',
+  'llama3_factor8': 'llama',
+  'llama3_factor32': 'llama_tied',
+  'llama_tied': 'llama_tied',
+  'llama_bias': 'llama_bias',
+  'qwen3': 'qwen3',
+  'qwen3_tied': 'qwen3_tied',
+}
+CASES = tuple(WEIGHTS)
+
+
+class Reference(NamedTuple):
+  """tokens int32 [B, T], logits float32 [B, T, V]; loss (nats a target) and gradient norm of next-token prediction on them."""
+
+  tokens: np.ndarray
+  logits: np.ndarray
+  loss: float
+  gradient_norm: float
+
+
+@functools.cache
+def reference(case: str) -> Reference:
+  """What transformers computed."""
+  with np.load(HERE / f'{case}.npz') as file:
+    return Reference(file['tokens'], file['logits'], float(file['loss']), float(file['gradient_norm']))
+
+
+def directory(case: str, parent) -> str:
+  """Puts the Hugging Face directory of a case below `parent`; its path."""
+  target = pathlib.Path(parent) / case
+  target.mkdir()
+  shutil.copyfile(HERE / f'{case}.json', target / 'config.json')
+  shutil.copyfile(HERE / f'{WEIGHTS[case]}.safetensors', target / 'model.safetensors')
+  return str(target)

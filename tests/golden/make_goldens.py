@@ -1,0 +1,133 @@
+"""Makes the reference logits of this folder with transformers; not a test. Needs torch and transformers, CPU is enough.
+
+    python tests/golden/make_goldens.py [OUTPUT_DIR]
+
+Writes, for every case, CASE.json (config.json as transformers saves it) and CASE.npz (tokens int32 [B, T], logits float32
+[B, T, V], loss and gradient_norm of next-token prediction on these tokens, float64); and for every set of weights
+WEIGHTS.safetensors. Several cases share one set, because they differ in how positions are rotated only; golden.py puts the
+pieces together as a Hugging Face directory.
+
+Every weight, bias and norm weight is drawn at random, away from its initial value, so that a parameter that is forgotten or
+taken for another shows. Scales are such that attention looks at different keys and logits have a standard deviation of 1 to
+4, against which the tolerance of 1e-4 is meant. Made with torch 2.13.0 and transformers 5.24.0.
+"""
+
+import pathlib
+import shutil
+import sys
+import tempfile
+import zlib
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 151
+SMALL = dict(
+  vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
+  num_key_value_heads=2, max_position_embeddings=1024, attn_implementation='eager',
+)  # fmt: skip
+LLAMA = dict(SMALL, rms_norm_eps=1e-5)
+LLAMA3 = dict(rope_type='llama3', rope_theta=500000.0, low_freq_factor=1.0, high_freq_factor=4.0)
+BASE = dict(rope_type='default', rope_theta=10000.0)
+
+# case -> (weights, config class, fields, rows, tokens a row)
+CASES = {
+  'llama': ('llama', 'Llama', dict(LLAMA, rope_parameters=BASE), 2, 256),
+  'llama_linear': ('llama', 'Llama', dict(LLAMA, rope_parameters=dict(BASE, rope_type='linear', factor=4.0)), 1, 256),
+  'llama_yarn': (
+    'llama',
+    'Llama',
+    dict(LLAMA, rope_parameters=dict(BASE, rope_type='yarn', factor=4.0, original_max_position_embeddings=64)),
+    1,
+    256,
+  ),
+  'llama3_factor8': (
+    'llama',
+    'Llama',
+    dict(LLAMA, rope_parameters=dict(LLAMA3, factor=8.0, original_max_position_embeddings=128)),
+    1,
+    256,
+  ),
+  'llama3_factor32': (
+    'llama_tied',
+    'Llama',
+    dict(LLAMA, head_dim=24, tie_word_embeddings=True,
+         rope_parameters=dict(LLAMA3, factor=32.0, original_max_position_embeddings=64)),
+    1,
+    1024,
+  ),
+  'llama_tied': (
+    'llama_tied',
+    'Llama',
+    dict(LLAMA, head_dim=24, tie_word_embeddings=True, rope_parameters=dict(BASE, rope_theta=500000.0)),
+    1,
+    1024,
+  ),
+  'llama_bias': ('llama_bias', 'Llama', dict(LLAMA, attention_bias=True, mlp_bias=True, rope_parameters=BASE), 1, 256),
+  'qwen3': (
+    'qwen3',
+    'Qwen3',
+    dict(SMALL, head_dim=24, rms_norm_eps=1e-6, rope_parameters=dict(BASE, rope_theta=1000000.0)),
+    2,
+    256,
+  ),
+  'qwen3_tied': (
+    'qwen3_tied',
+    'Qwen3',
+    dict(SMALL, num_hidden_layers=3, head_dim=24, rms_norm_eps=1e-6, tie_word_embeddings=True,
+         rope_parameters=dict(BASE, rope_theta=1000000.0)),
+    1,
+    256,
+  ),
+}  # fmt: skip
+
+
+def randomise(model, generator):
+  """Draws every parameter anew."""
+  tied = model.config.tie_word_embeddings
+  for name, parameter in model.named_parameters():
+    draw = torch.randn(parameter.shape, generator=generator)
+    if 'norm' in name:
+      value = 1 + 0.3 * draw
+    elif name.endswith('bias'):
+      value = 0.5 * draw
+    elif 'embed_tokens' in name:
+      value = (0.3 if tied else 1.0) * draw
+    else:
+      value = (2.0 if 'lm_head' in name or 'q_proj' in name else 1.0) * draw / parameter.shape[1] ** 0.5
+    parameter.data.copy_(value)
+
+
+def make(case, weights, kind, fields, rows, length, output):
+  """One case."""
+  torch.manual_seed(0)
+  config = getattr(transformers, f'{kind}Config')(**fields)
+  model = getattr(transformers, f'{kind}ForCausalLM')(config).float().eval()
+  path = output / f'{weights}.safetensors'
+  randomise(model, torch.Generator().manual_seed(zlib.crc32(weights.encode())))
+  tokens = torch.from_numpy(np.random.default_rng(7).integers(0, VOCAB, (rows, length)))
+  logits = model(tokens).logits
+  loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+  loss.backward()
+  norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters()))
+  with tempfile.TemporaryDirectory() as temporary:
+    model.save_pretrained(temporary)
+    shutil.copyfile(f'{temporary}/config.json', output / f'{case}.json')
+    shutil.copyfile(f'{temporary}/model.safetensors', path)
+  logits = logits.detach().numpy()
+  np.savez_compressed(
+    output / f'{case}.npz', tokens=tokens.numpy().astype(np.int32), logits=logits,
+    loss=np.float64(loss.item()), gradient_norm=np.float64(norm.item()),
+  )  # fmt: skip
+  print(f'{case}: logits {logits.shape} std {logits.std():.2f}, loss {loss.item():.4f}, gradient norm {norm.item():.4f}')
+
+
+def main():
+  output = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent)
+  for case, arguments in CASES.items():
+    make(case, *arguments, output)
+
+
+if __name__ == '__main__':
+  main()
