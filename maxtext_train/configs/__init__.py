@@ -1,0 +1,1 @@
+"""Packaged configs: `--config=NAME[:MODEL]` takes NAME.py from here."""

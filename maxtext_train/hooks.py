@@ -1,0 +1,214 @@
+"""What happens after a step: record, log, evaluate, save, profile. `pretrain` lists them, in this order.
+
+A hook is an object with `due`, `__call__` and `close`, see loop.Hook. None knows another; what two of them need is handed
+to both.
+"""
+
+from collections.abc import Callable
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+
+from maxtext_train import evaluate
+from maxtext_train import loop
+from maxtext_train import metrics
+
+
+class Record:
+  """metrics.jsonl and tensorboard/: one line and one event a finished step."""
+
+  def __init__(self, folder: pathlib.Path):
+    self._lines, self._board = metrics.Writer(folder / 'metrics.jsonl'), Board(folder / 'tensorboard')
+
+  def due(self, step: int) -> bool:
+    return False
+
+  def __call__(self, now: loop.Now) -> None:
+    for row in now.rows:
+      self._lines.add(row.values)
+      self._board.add(row.step, row.values, 'train')
+
+  def close(self) -> None:
+    self._lines.close()
+    self._board.close()
+
+
+class Log:
+  """The line a human watches: rewritten in place on a terminal, a line every `every` steps elsewhere."""
+
+  def __init__(self, every: int, steps: int, stream: Any = None):
+    self._every, self._steps, self._stream = every, steps, stream or sys.stdout
+    self._terminal, self._open = self._stream.isatty(), False
+    self._begun: tuple[int, float] | None = None
+
+  def due(self, step: int) -> bool:
+    return False
+
+  def __call__(self, now: loop.Now) -> None:
+    for row in now.rows:
+      if self._begun is None:
+        self._begun = (row.step, time.monotonic())
+      text = self._line(row)
+      if self._terminal:
+        columns = os.get_terminal_size(self._stream.fileno()).columns or 80
+        self._write('\r' + text[: columns - 1].ljust(columns - 1))
+        self._open = True
+      elif row.step % self._every == 0 or row.step in (1, self._steps):
+        self._write(text + '\n')
+
+  def say(self, text: str) -> None:
+    """A line of its own, beside the one that is rewritten."""
+    self._write(('\r\033[K' if self._open else '') + text + '\n')
+    self._open = False
+
+  def close(self) -> None:
+    if self._open:
+      self._write('\n')
+      self._open = False
+
+  def _line(self, row: loop.Row) -> str:
+    loss, speed = row.values['loss'], row.values['tokens_per_second']
+    parts = [
+      f'step {row.step}/{self._steps}',
+      'no loss' if loss is None else f'loss {loss:.3f}',
+      f'{speed:,.0f} tokens/s',
+    ]
+    assert self._begun is not None
+    first, since = self._begun
+    if row.step > first:  # from the wall clock, so that evaluations and saves count
+      left = (time.monotonic() - since) / (row.step - first) * (self._steps - row.step)
+      parts.append(f'{duration(left)} left')
+    return '  '.join(parts)
+
+  def _write(self, text: str) -> None:
+    self._stream.write(text)
+    self._stream.flush()
+
+
+class Evaluate:
+  """eval.jsonl: the held-out loss, every `every` steps and at the end. Given up when the run must stop."""
+
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    every: int,
+    measure: Callable[[Any], evaluate.Result | None],
+    say: Callable[[str], None],
+  ):
+    self._every, self._measure, self._say = every, measure, say
+    self._lines, self._board = metrics.Writer(folder / 'eval.jsonl'), Board(folder / 'tensorboard', 'eval')
+    self._newest = None
+
+  def due(self, step: int) -> bool:
+    return step % self._every == 0
+
+  def __call__(self, now: loop.Now) -> None:
+    if now.stopping or self._newest == now.step or not (now.last or self.due(now.step)):
+      return
+    if (result := self._measure(now.state.params)) is None:
+      return
+    self._newest = now.step
+    self._lines.add({'step': now.step, 'eval_loss': result.loss, 'eval_tokens': result.tokens})
+    self._board.add(now.step, {'loss': result.loss, 'tokens': result.tokens}, 'eval')
+    loss = 'no held-out token' if result.loss is None else f'{result.loss:.4f} nats a token'
+    self._say(f'step {now.step}  held-out loss {loss} over {result.tokens:,.0f} tokens')
+
+  def close(self) -> None:
+    self._lines.close()
+    self._board.close()
+
+
+class Save:
+  """Checkpoints, every `every` steps, at the end, and when the run must stop; then the report."""
+
+  def __init__(
+    self, every: int, saves_on_stop: bool, save: Callable[[loop.Now, bool], None], check: Callable[[], None]
+  ):
+    self._every, self._saves_on_stop, self._save, self._check = every, saves_on_stop, save, check
+    self._newest: int | None = None
+
+  def due(self, step: int) -> bool:
+    return bool(self._every) and step % self._every == 0
+
+  def __call__(self, now: loop.Now) -> None:
+    self._check()  # of the save before, in the background
+    if now.stopping and not self._saves_on_stop:
+      return
+    ends = now.last or now.stopping
+    if ends or self.due(now.step):
+      self._save(now, ends)
+
+  def close(self) -> None:
+    pass
+
+
+class Profile:
+  """A trace of the steps `first` to `last`, for xprof or Perfetto, in RUN/profile."""
+
+  def __init__(self, folder: pathlib.Path, first: int, last: int, say: Callable[[str], None]):
+    self._folder, self._first, self._last, self._say, self._running = folder, first, last, say, False
+
+  def due(self, step: int) -> bool:
+    return step in (self._first - 1, self._last)
+
+  def __call__(self, now: loop.Now) -> None:
+    if now.step == self._first - 1:
+      self.start()
+    elif self._running and (now.step >= self._last or now.last or now.stopping):
+      self.close()
+
+  def start(self) -> None:
+    """Called by hand where the trace begins with the first step of the process."""
+    jax.profiler.start_trace(str(self._folder))
+    self._running = True
+
+  def close(self) -> None:
+    if self._running:
+      self._running = False
+      jax.profiler.stop_trace()
+      self._say(f'profile of the steps {self._first} to {self._last}: {self._folder}')
+
+
+class Board:
+  """TensorBoard events."""
+
+  def __init__(self, folder: pathlib.Path, name: str = 'train'):
+    from tensorboardX import SummaryWriter  # loads protobuf, half a second
+
+    self._writer = SummaryWriter(str(folder), filename_suffix=f'.{name}', flush_secs=10)
+
+  def add(self, step: int, values: dict[str, Any], prefix: str) -> None:
+    for name, value in values.items():
+      if name != 'step' and isinstance(value, (int, float)):
+        self._writer.add_scalar(f'{prefix}/{name}', value, step)
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+def truncate(path: pathlib.Path, step: int) -> None:
+  """Drops the lines after `step`: a resumed run writes them anew."""
+  if path.exists():
+    kept = [line for line in path.read_text(encoding='utf-8').splitlines() if _step(line) <= step]
+    temporary = path.with_suffix('.part')
+    temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
+    os.replace(temporary, path)
+
+
+def _step(line: str) -> float:
+  try:
+    return json.loads(line)['step']
+  except (ValueError, KeyError):
+    return float('inf')  # half a line, of a process that was killed
+
+
+def duration(seconds: float) -> str:
+  """'1:02:03' or '2:03'."""
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02}:{seconds:02}' if hours else f'{minutes}:{seconds:02}'

@@ -1,0 +1,148 @@
+"""The loop: `for step: batch; step; hooks`.
+
+The host runs one step ahead of what it reads: step k is dispatched before the metrics of step k - 1 are fetched, so the
+device never waits for the host, and yet the time of a step is measured to its completion. Where a hook must know that a
+step is finished and sound (an evaluation, a save), the loop reads that step too before it calls the hooks.
+
+Reading order: `run`, `Row` (a finished step), `Now` (what a hook sees), `_Reader`.
+"""
+
+import collections
+import dataclasses
+import math
+import time
+from typing import Any
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from maxtext_layers import config
+from maxtext_train import stop as stops
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Row:
+  """A finished step. `step` counts updates, from 1; `values` are a line of metrics.jsonl."""
+
+  step: int
+  values: dict[str, Any]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Data:
+  """Where the data stands after a batch."""
+
+  loader: Any
+  position: Any
+
+  def state(self) -> dict[str, Any]:
+    """Of the iterator, JSON."""
+    return self.loader.state(self.position)
+
+  def report(self) -> dict[str, Any]:
+    """Records consumed, the next one, the epoch, what was dropped."""
+    return self.loader.report(self.position)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Now:
+  """What a hook sees after step `step` was dispatched."""
+
+  step: int
+  state: Any  # of that step; whole until the hook returns
+  rows: list[Row]  # the steps that finished since the last call
+  data: Data
+  tokens: int  # trained on so far, padding not counted
+  last: bool  # the run ends here
+  stopping: bool  # SIGTERM came: what is to be kept must be kept now
+
+
+class Hook(Protocol):
+  def due(self, step: int) -> bool:
+    """Whether `step` must be finished, and its loss known to be finite, before the hook is called."""
+    ...
+
+  def __call__(self, now: Now) -> None: ...
+
+  def close(self) -> None: ...
+
+
+def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, describe, dump, offer):
+  """Trains from update `start` to update `steps`. -> (state, updates done).
+
+  Args:
+    step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
+    batches: yields (global batch, real tokens in it, Data after it); may end early.
+    hooks: called in order after every step, and once more at the end, with `last` or `stopping` set.
+    stop: a `stop.Stop`.
+    data: the `Data` at `start`.
+    tokens: trained on before.
+    describe: `(step, metrics on the host, seconds, tokens of the step, tokens so far, Data) -> dict` for a Row.
+    dump: `(step, batch, metrics) -> path`: keeps what is needed to look into a step whose loss is not finite.
+    offer: `(step, state, metrics, Data, tokens)`: tells `stop` how to save this state.
+
+  Raises:
+    stop.Stopped: SIGTERM came; the hooks had their turn.
+    config.Failure: a loss is not finite.
+  """
+  reader, done = _Reader(describe, dump), start
+  while done < steps and not stop.requested:
+    asked = time.monotonic()
+    if (item := next(batches, None)) is None:
+      break
+    batch, count, data = item
+    stop.take()
+    state, metrics = step(state, batch)
+    done, tokens = done + 1, tokens + count
+    offer(done, state, metrics, data, tokens)
+    reader.push(done, metrics, batch, count, tokens, data, asked)
+    rows = reader.take(keep=0 if any(hook.due(done) for hook in hooks) else 1)
+    for hook in hooks:
+      hook(Now(done, state, rows, data, tokens, last=False, stopping=False))
+  if stopping := stop.requested:
+    stop.acknowledge()
+  rows = reader.take(keep=0)
+  for hook in hooks:
+    hook(Now(done, state, rows, data, tokens, last=not stopping, stopping=stopping))
+  if stopping:
+    raise stops.Stopped
+  return state, done
+
+
+class _Reader:
+  """Metrics on their way to the host, oldest first."""
+
+  def __init__(self, describe, dump):
+    self.waiting = collections.deque()
+    self._describe, self._dump = describe, dump
+    self._finished = 0.0  # when the newest finished step ended
+
+  def push(self, step, metrics, batch, count, tokens, data, asked):
+    self.waiting.append((step, metrics, batch, count, tokens, data, asked))
+
+  def take(self, keep):
+    """Waits for all but the newest `keep` steps. -> their Rows."""
+    rows = []
+    while len(self.waiting) > keep:
+      step, metrics, batch, count, tokens, data, asked = self.waiting.popleft()
+      metrics = {name: _number(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
+      # in a full pipeline a step begins when its predecessor ends, else when its batch was asked for
+      begun, self._finished = max(self._finished, asked), time.monotonic()
+      if not sound(metrics):
+        where = self._dump(step, batch, metrics)
+        raise config.Failure(
+          f'step {step}: loss is {metrics["loss"]}, gradient norm is {metrics["grad_norm"]}; the batch is in {where}'
+        )
+      rows.append(Row(step, self._describe(step, metrics, self._finished - begun, count, tokens, data)))
+    return rows
+
+
+def sound(metrics: dict[str, Any]) -> bool:
+  """Whether loss and gradient of a step are finite. A batch without weight has no loss and is sound."""
+  return not metrics['weight'] > 0 or (math.isfinite(metrics['loss']) and math.isfinite(metrics['grad_norm']))
+
+
+def _number(value):
+  value = np.asarray(value)
+  return value.item() if value.ndim == 0 else value.tolist()

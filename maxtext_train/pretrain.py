@@ -1,0 +1,112 @@
+"""Pretrains a model: python -m maxtext_train.pretrain [--config=FILE[:MODEL]] [--config.FIELD=VALUE ...]
+
+FILE is a path or the name of a packaged config: `quickstart` (a million parameters on the text that every Python brings,
+minutes on two cores) or `pretrain` (with any model that maxtext_models.models lists, e.g. pretrain:qwen3-0.6b). A run
+directory that holds checkpoints is resumed.
+
+Reading order: `train`, which is in the order of time.
+"""
+
+import functools
+import importlib.resources
+import sys
+
+from absl import flags
+
+from maxtext_models import program
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The run directory. None: runs/ and the name of the run.')
+_EXPLAIN = flags.DEFINE_bool('explain', False, 'Print the resolved config and plan, compile the step, and stop.')
+
+
+def main(settings):
+  """The program; `settings` are a run.Pretrain."""
+  folder = _WORKDIR.value or f'runs/{settings.name}'
+  if _EXPLAIN.value:
+    return explain(settings)
+  return train(settings, folder)
+
+
+def explain(settings):
+  """Prints the whole config and what follows from it."""
+  # Imported here, as below: before main() runs, the allocator may start the process again.
+  from maxtext_layers import config
+  from maxtext_train import assembly
+  from maxtext_train import explain as explained
+  from maxtext_train import session
+
+  session.cache(settings.cache)
+  card = session.card(settings)
+  parts = assembly.build(settings, card)
+  loader = session.loader(settings, card, session.tokenizer(settings, card))
+  plan = explained.plan(settings, parts, loader.describe(), parts.compile())
+  print(config.dump(settings) + '\n' + explained.text(plan))
+
+
+def train(settings, folder):
+  """Trains, or resumes, the run in `folder`. -> exit code."""
+  from maxtext_train import assembly
+  from maxtext_train import hooks
+  from maxtext_train import loop
+  from maxtext_train import platform
+  from maxtext_train import session
+  from maxtext_train import stop as stops
+
+  place = platform.load(settings.platform)
+  place.start()
+  stop = stops.Stop(settings.checkpoint.on_sigterm)
+  try:
+    with stop.watching(), session.open_run(settings, folder) as run:
+      if run.complete:
+        run.say_complete()
+        return 0
+      parts = assembly.build(settings, run.card)
+      data = run.read_data()
+      with parts.in_mesh():
+        state = run.begin(parts)
+        run.offer(stop, run.start, state, None, data, run.tokens)
+        run.compile(parts)
+        log = hooks.Log(settings.log_every, settings.steps)
+        listed = [
+          hooks.Record(run.folder),
+          log,
+          *run.evaluation(parts, stop, log.say),
+          hooks.Save(settings.checkpoint.every, stop.saves, run.save, run.checkpoints.check),
+          *run.profile(log.say),
+          *place.hooks(settings),
+        ]
+        try:
+          state, done = loop.run(
+            parts.step, state, run.batches(parts), listed, stop, start=run.start, steps=settings.steps, data=data,
+            tokens=run.tokens, describe=run.describe, dump=run.dump, offer=functools.partial(run.offer, stop),
+          )  # fmt: skip
+        finally:
+          for hook in listed:
+            hook.close()
+        run.finish(state, done)
+    return 0
+  except stops.Stopped:
+    print('SIGTERM: ' + run.stopped(stop.saves), file=sys.stderr)
+    return stops.CODE
+  finally:
+    place.stop()
+
+
+def resolve(name):
+  """The path of a packaged config."""
+  from maxtext_layers import config
+
+  folder = importlib.resources.files('maxtext_train') / 'configs'
+  known = sorted(p.name.removesuffix('.py') for p in folder.iterdir() if p.name.endswith('.py') and p.name[0] != '_')
+  if name not in known:
+    raise config.Error(f'--config={name}: no such file; packaged: {", ".join(known)}{config.nearest(name, known)}')
+  return str(folder / f'{name}.py')
+
+
+def cli():
+  """The console script."""
+  program.run(main, config='quickstart', resolve=resolve)
+
+
+if __name__ == '__main__':
+  cli()

@@ -1,0 +1,418 @@
+"""One process's share of a run: the run directory, where it stands, and what is written there.
+
+    RUN/config.txt       the whole resolved config
+    RUN/manifest.json    versions, commit, devices, the resolved plan
+    RUN/metrics.jsonl    a line a step          RUN/eval.jsonl   a line an evaluation
+    RUN/tensorboard/     the same as events     RUN/report.html  the same as curves
+    RUN/tokenizer/       the tokenizer's files
+    RUN/checkpoints/N/   model.json weights/ optimizer/ train.json data.json config.txt, see checkpoint.py
+    RUN/diagnostics/     what is left of a step whose loss was not finite
+
+Reading order: `open_run`, then the methods of `Run` in the order in which `pretrain.train` calls them.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+
+from flax import nnx
+import jax
+from jax import monitoring
+import numpy as np
+
+from maxtext_layers import config
+from maxtext_models import checkpoint as models
+from maxtext_models import tokenizer as tokenizers
+from maxtext_train import checkpoint
+from maxtext_train import evaluate
+from maxtext_train import explain
+from maxtext_train import hooks
+from maxtext_train import loop
+from maxtext_train import metrics as record
+from maxtext_train import report
+from maxtext_train import state as states
+from maxtext_train.data import pipeline
+
+
+@contextlib.contextmanager
+def open_run(settings, folder):
+  """The run in `folder`, which no other process may train at the same time.
+
+  Raises:
+    config.Error: `folder` is something else, belongs to another process, or both `init_from` and checkpoints are there.
+  """
+  run = Run(settings, pathlib.Path(folder))
+  with _lock(run.folder):
+    try:
+      yield run
+    finally:
+      run.close()
+
+
+class Run:
+  """Where a run stands."""
+
+  def __init__(self, settings, folder):
+    self.settings, self.folder = settings, folder
+    self.checkpoints = checkpoint.Checkpoints(
+      folder / 'checkpoints', keep=settings.checkpoint.keep, keep_period=settings.checkpoint.keep_period
+    )
+    _refuse_foreign(folder)
+    newest = self.checkpoints.newest()
+    if newest is not None and settings.init_from is not None:
+      raise config.Error(
+        f'config.init_from={settings.init_from} and {folder} has checkpoints (newest: step {newest}): a run either '
+        'starts from weights or is resumed; leave one out, or take another --workdir'
+      )
+    self.resumed = newest
+    self.told = _notes(self.checkpoints.path(newest)) if newest is not None else None
+    self.start, self.tokens = (self.told['step'], self.told['tokens']) if self.told else (0, 0)
+    if self.told and self.told['rng'] != self._rng():
+      raise config.Error(f'config.seed={settings.seed}, but {folder} was started with seed {self.told["rng"]["seed"]}')
+    self.card = card(settings, self.checkpoints.path(newest) if newest is not None else None)
+    self._loader, self._tokenizer, self._parts = None, None, None
+    self._rate, self._began = None, time.monotonic()
+
+  @property
+  def complete(self):
+    """Whether no step is left to do."""
+    return self.told is not None and (self.start >= self.settings.steps or self.told['data_ended'])
+
+  def say_complete(self):
+    """What to do with a run that is done."""
+    why = 'its data ended' if self.start < self.settings.steps else f'config.steps={self.settings.steps}'
+    print(f'{self.folder} is complete: step {self.start} ({why})')
+    self._say_commands()
+
+  def read_data(self):
+    """Opens the data where the run stands. -> loop.Data."""
+    self._tokenizer = tokenizer(self.settings, self.card)
+    state = json.loads((self.checkpoints.path(self.resumed) / 'data.json').read_text()) if self.told else None
+    self._loader = loader(self.settings, self.card, self._tokenizer, state)
+    return loop.Data(self._loader, self._loader.position())
+
+  def begin(self, parts):
+    """The state to go on from: of the newest checkpoint, of `init_from`, or new. Prepares the run directory."""
+    self._parts = parts
+    place = cache(self.settings.cache)
+    print(f'compilation cache: {place or "off"}')
+    if self.told:
+      state = self._restore(parts)
+      print(resume_line(self.told))
+    elif self.settings.init_from is not None:
+      state = states.create(parts.plan, weights(self.settings, parts))
+      print(f'weights: {self.settings.init_from}')
+    else:
+      state = states.create(parts.plan)
+    self.folder.mkdir(parents=True, exist_ok=True)
+    self.checkpoints.tidy()
+    for name in ('metrics.jsonl', 'eval.jsonl'):
+      hooks.truncate(self.folder / name, self.start)
+    _write(self.folder / 'config.txt', config.dump(self.settings))
+    if self._tokenizer is not None:
+      self._tokenizer.save(str(self.folder / 'tokenizer'))
+    return state
+
+  def compile(self, parts):
+    """Compiles the step and says what will happen; writes manifest.json."""
+    seen = []
+    monitoring.register_event_listener(lambda event, **_: seen.append(event))
+    since = time.monotonic()
+    compiled = parts.compile()
+    seconds = time.monotonic() - since
+    hit = any(event.endswith('/cache_hits') for event in seen)
+    self._plan = explain.plan(self.settings, parts, self._loader.describe(), compiled)
+    _write(self.folder / 'manifest.json', explain.manifest(self.settings, self._plan, resumed=self.resumed))
+    shown = self._plan['model']
+    print(
+      f'{shown["name"] or shown["family"]}: {shown["parameters"]:,} parameters; {self.settings.steps - self.start} steps of '
+      f'{self.settings.batch} x {self.settings.length} tokens; step compiled in {seconds:.1f} s'
+      + (' (from the cache)' if hit else '')
+    )
+
+  def batches(self, parts):
+    """(global batch, real tokens in it, Data behind it)."""
+    for batch in self._loader:
+      real = batch['segments'] > 0 if 'segments' in batch else np.ones(batch['tokens'].shape, bool)
+      count = int(real.sum()) * jax.process_count()
+      yield parts.place(batch), count, loop.Data(self._loader, self._loader.position())
+
+  def evaluation(self, parts, stop, say):
+    """The evaluation hook, if there is evaluation."""
+    if not self.settings.evaluate.every:
+      return []
+    held = loader(self.settings, self.card, self._tokenizer, split='heldout')
+    go_on = lambda: not stop.requested
+
+    def measure(params):
+      return evaluate.evaluate(parts.evaluate, params, (parts.place(batch) for batch in held), go_on)
+
+    return [hooks.Evaluate(self.folder, self.settings.evaluate.every, measure, say)]
+
+  def profile(self, say):
+    """The profiler hook, if there is to be a profile."""
+    asked = self.settings.profile
+    if not asked.first:
+      return []
+    hook = hooks.Profile(self.folder / 'profile', asked.first, asked.last, say)
+    if asked.first == self.start + 1:
+      hook.start()
+    return [hook]
+
+  def describe(self, step, metrics, seconds, count, tokens, data):
+    """A line of metrics.jsonl."""
+    parts, epoch = self._parts, data.report()['epoch']
+    return record.record(
+      step, metrics, seconds=seconds, tokens=count, tokens_seen=tokens, epoch=epoch, flops=parts.flops, peak=parts.peak,
+      devices=jax.device_count(),
+    )  # fmt: skip
+
+  def dump(self, step, batch, metrics):
+    """Keeps the batch of a step whose loss is not finite, away from the checkpoints."""
+    folder = self.folder / 'diagnostics' / f'step_{step}'
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / 'batch.npz', **jax.device_get(batch))
+    _write(folder / 'metrics.json', json.dumps({name: repr(value) for name, value in metrics.items()}, indent=1))
+    return folder
+
+  def offer(self, stop, step, state, metrics, data, tokens):
+    """Tells the watcher of SIGTERM how to save this state, should the main thread be busy."""
+
+    def save():
+      if metrics is not None and not loop.sound({k: float(v) for k, v in jax.device_get(metrics).items()}):
+        raise config.Failure('its loss is not finite')
+      self._store(step, state, data, tokens, ended=False, wait=True)
+
+    stop.offer(f'step {step}', save)
+
+  def save(self, now, wait):
+    """The checkpoint of a finished step, then the report."""
+    ended = now.last and now.step < self.settings.steps
+    self._store(now.step, now.state, now.data, now.tokens, ended=ended, wait=wait)
+    self.report()
+
+  def finish(self, state, done):
+    """Says what came of it."""
+    rows, evals = report.read(self.folder / 'metrics.jsonl'), report.read(self.folder / 'eval.jsonl')
+    if done < self.settings.steps:
+      print(f'the data ended after step {done} (data.at_end=stop)')
+    if self.settings.sample is not None:
+      self._sample(state)
+    parts = [f'step {done}']
+    if rows and rows[-1]['loss'] is not None:
+      parts.append(f'loss {rows[-1]["loss"]:.4f}')
+    if evals and evals[-1]['eval_loss'] is not None:
+      parts.append(f'held-out loss {evals[-1]["eval_loss"]:.4f}')
+    print(f'{self.folder}: ' + ', '.join(parts) + f', {hooks.duration(time.monotonic() - self._began)}')
+    self._say_commands()
+
+  def stopped(self, saves):
+    """What SIGTERM left."""
+    newest = self.checkpoints.newest()
+    where = f'{self.checkpoints.path(newest)} is saved' if saves else 'left without saving'
+    return f'{where}; resume with {self._command()}'
+
+  def report(self):
+    """Writes report.html."""
+    rows = report.read(self.folder / 'metrics.jsonl')
+    facts = {'Run': self.settings.name, 'Model': self._plan['model']['name'] or self._plan['model']['family']}
+    facts['Parameters'] = f'{self._plan["model"]["parameters"]:,}'
+    if rows:
+      facts |= {'Steps': f'{rows[-1]["step"]} of {self.settings.steps}', 'Tokens': f'{rows[-1]["tokens_seen"]:,}'}
+    return report.write(self.folder, facts)
+
+  def close(self):
+    """Ends data workers and writers."""
+    if self._loader is not None:
+      self._loader.close()
+
+  def _store(self, step, state, data, tokens, *, ended, wait):
+    found = data.report()
+    notes = {
+      'step': step,
+      'tokens': tokens,
+      'epoch': found['epoch'],
+      'records_consumed': found['records'],
+      'next_record': found['next_record'],
+      'learning_rate': float(self._parts.schedule(max(step - 1, 0))),
+      'rng': self._rng(),
+      'data_ended': ended,
+    }
+    files = {
+      'train.json': json.dumps(notes, indent=1),
+      'data.json': json.dumps(data.state()),
+      'config.txt': config.dump(self.settings),
+      models.CARD: json.dumps(models.card_to_dict(self.card), indent=2),
+      models.MANIFEST: json.dumps(models.manifest(self.card, state.params, self._parts.segments), indent=2),
+    }
+    trees = {
+      'weights': models.weights_item(state.params),
+      'optimizer': {'optimizer': state.optimizer, 'step': state.step},
+    }
+    self.checkpoints.save(step, trees, files, wait=wait)
+
+  def _restore(self, parts):
+    path, abstract = self.checkpoints.path(self.resumed), parts.plan.abstract
+    like = {'optimizer': {'optimizer': abstract.optimizer, 'step': abstract.step}}
+    params = models.restore_weights(path, abstract.params, parts.segments)
+    rest = self.checkpoints.restore(self.resumed, like, segments=parts.segments)['optimizer']
+    return states.State(params, rest['optimizer'], rest['step'])
+
+  def _rng(self):
+    return {'seed': self.settings.seed, 'implementation': str(jax.config.jax_default_prng_impl)}
+
+  def _sample(self, state):
+    pass
+
+  def _say_commands(self):
+    print(f'  continue: {self._command()} --config.steps={2 * self.settings.steps}')
+    generate = f'{_program("maxtext_models.generate")} --checkpoint={shlex.quote(str(self.folder))}'
+    print(f'  generate: {generate} --prompt={shlex.quote(self.settings.sample or "Once")}')
+
+  def _command(self):
+    arguments = [a for a in sys.argv[1:] if not a.startswith(('--config.steps=', '--config.init_from='))]
+    if not any(a.startswith('--workdir') for a in arguments):
+      arguments.append(f'--workdir={self.folder}')
+    return ' '.join([_program('maxtext_train.pretrain'), *map(shlex.quote, arguments)])
+
+
+def resume_line(notes):
+  """The one line that says where a run goes on."""
+  return (
+    f'resumed: step {notes["step"]}, epoch {notes["epoch"]}, records consumed {notes["records_consumed"]}, '
+    f'next record {notes["next_record"]}, learning rate {notes["learning_rate"]:.6g}'
+  )
+
+
+def card(settings, newest=None):
+  """The model's card: the config's, or that of the checkpoint to go on from, or of the weights to start from."""
+  if settings.model is not None:
+    return settings.model
+  if newest is None and settings.init_from is None:
+    raise config.Error('config.model is none and config.init_from is none: there is nothing to train')
+  found = models.read_card(newest or settings.init_from)
+  if settings.length > found.context:
+    raise config.Error(f'config.length={settings.length} exceeds the context of the model, {found.context}')
+  return found
+
+
+def tokenizer(settings, card):
+  """The tokenizer of the data, or None for artificial data."""
+  if settings.data.artificial:
+    return None
+  found = tokenizers.load(settings.data.tokenizer)
+  if found.vocab > card.vocab:
+    raise config.Error(
+      f'data.tokenizer={settings.data.tokenizer!r} has {found.vocab} ids, model.vocab={card.vocab} holds fewer'
+    )
+  return found
+
+
+def loader(settings, card, tokenizer, state=None, split='train'):
+  """The data of this process."""
+  return pipeline.build(
+    settings.data, batch=settings.batch, length=settings.length, tokenizer=tokenizer, state=state, split=split,
+    process=jax.process_index(), processes=jax.process_count(), vocab=card.vocab,
+    batches=settings.evaluate.batches if split == 'heldout' else None,
+  )  # fmt: skip
+
+
+def weights(settings, parts):
+  """The parameters in `init_from`, placed where the state lives."""
+  theirs = models.read_card(settings.init_from)
+  if text := _other_model(theirs, parts.card):
+    raise config.Error(f'config.init_from={settings.init_from} holds another model: {text}')
+  _, model = models.load(
+    settings.init_from, dtype='float32', scan=parts.scan, shardings=lambda _: parts.plan.shardings.params
+  )
+  return nnx.state(model)
+
+
+def _other_model(theirs, ours):
+  if type(theirs) is not type(ours):
+    return f'family {type(theirs).__name__}, not {type(ours).__name__}'
+  names = [
+    f.name for f in dataclasses.fields(ours) if f.name not in ('name', 'source', 'context', 'dtype', 'tied_copy')
+  ]
+  pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
+  return ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
+
+
+def cache(setting):
+  """Switches the compilation cache on. -> its folder, or None."""
+  if setting is None:
+    return None
+  folder = (
+    pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
+    if setting == 'auto'
+    else pathlib.Path(setting)
+  )
+  folder = folder.expanduser()
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    if setting == 'auto':
+      return None
+    raise config.Error(f'config.cache={setting}: {error.strerror}') from error
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  return folder
+
+
+def _notes(path):
+  try:
+    return json.loads((path / 'train.json').read_text())
+  except FileNotFoundError:
+    raise config.Error(
+      f'{path} holds weights only and cannot be resumed; start from it with --config.init_from={path}'
+    ) from None
+
+
+def _refuse_foreign(folder):
+  if not folder.exists():
+    return
+  if not folder.is_dir():
+    raise config.Error(f'--workdir={folder} is a file')
+  names = {p.name for p in folder.iterdir()}
+  if names & {'model.json', 'config.json', 'model.safetensors'}:
+    raise config.Error(
+      f'--workdir={folder} holds exported weights, which cannot be resumed; start from them with '
+      f'--config.init_from={folder} and another --workdir'
+    )
+  if names and not names & {'config.txt', 'checkpoints', 'lock'}:
+    raise config.Error(f'--workdir={folder} is not empty and no run directory: it holds {sorted(names)[0]}')
+
+
+@contextlib.contextmanager
+def _lock(folder):
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / 'lock', 'a+')
+  except OSError as error:
+    raise config.Error(f'--workdir={folder}: {error.strerror}') from error
+  with file:
+    try:
+      fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise config.Error(f'--workdir={folder}: another process is training this run') from None
+    yield
+
+
+def _program(module):
+  if 'BUILD_WORKSPACE_DIRECTORY' in os.environ:
+    package, name = module.split('.')
+    return f'./bazelw run //{package}:{name} --'
+  return f'python -m {module}'
+
+
+def _write(path, text):
+  temporary = path.with_name(path.name + '.part')
+  temporary.write_text(text, encoding='utf-8')
+  os.replace(temporary, path)
