@@ -1,3 +1,3 @@
 """Everything below, assembled without any cloud client."""
 
-__version__ = "0.1.0"
+__version__ = '0.1.0'
