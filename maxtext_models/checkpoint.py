@@ -148,6 +148,11 @@ def read_card(directory):
   return card_from_dict(_read_json(os.path.join(resolve(directory), CARD)))
 
 
+def dtypes(model) -> set[str]:
+  """Of the parameters of a model."""
+  return {str(v.get_value().dtype) for v in layout.leaves(nnx.state(model, nnx.Param)).values()}
+
+
 # The layout: what is in weights/ and how a model with any plan reads it.
 
 

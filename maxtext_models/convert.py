@@ -1,0 +1,75 @@
+"""Hugging Face directory <-> native checkpoint, and what a directory holds.
+
+    python -m maxtext_models.convert --source=HF_DIR --target=NATIVE_DIR --to=native
+    python -m maxtext_models.convert --source=runs/quickstart --target=HF_DIR --to=hf
+    python -m maxtext_models.convert --source=DIR --inspect
+
+A run directory counts as native: its newest checkpoint is taken. Tokenizer files and the generation config go along.
+"""
+
+import time
+
+from absl import flags
+from maxtext_models import program
+
+_SOURCE = flags.DEFINE_string('source', None, 'HF directory, native checkpoint or run directory.', allow_override=True)
+_TARGET = flags.DEFINE_string('target', None, 'Directory to make; must not exist or be empty.', allow_override=True)
+_TO = flags.DEFINE_enum('to', None, ['native', 'hf'], 'What to make.', allow_override=True)
+_FORMAT = flags.DEFINE_enum('source_format', 'auto', ['auto', 'hf', 'native'], 'What the source is.', allow_override=True)
+_INSPECT = flags.DEFINE_bool('inspect', False, 'Print what the source holds and stop.', allow_override=True)
+
+
+def main(args):
+  """Converts or inspects."""
+  del args
+  from maxtext_layers import config
+  from maxtext_models import atomic
+  from maxtext_models import checkpoint
+  from maxtext_models import hf
+
+  source, target, to = _SOURCE.value, _TARGET.value, _TO.value
+  if not source:
+    raise config.Error('flag --source is needed')
+  kind = checkpoint.kind(source)
+  family = 'hf' if kind == 'hf' else 'native'
+  if _FORMAT.value not in ('auto', family):
+    raise config.Error(f'--source_format={_FORMAT.value}, but {source} is marked as {kind}')
+  if _INSPECT.value:
+    for name, value in checkpoint.describe(source).items():
+      print(f'{name:<16} {_words(value)}')
+    return
+  for name, value in (('target', target), ('to', to)):
+    if not value:
+      raise config.Error(f'flag --{name} is needed')
+  if to == kind:
+    raise config.Error(f'{source} is {to} already, as its own marks say; nothing to convert')
+  atomic.refuse_filled(target)
+  started = time.monotonic()
+  print(f'reading {source} ({kind})', flush=True)
+  if kind == 'hf':
+    for line in hf.remarks(source):
+      print(line)
+  card, model = checkpoint.load(source)
+  files = checkpoint.tokenizer_files(source)
+  print(f'  {type(card).__name__} {card.name}'.rstrip() + f', {card.parameters():,} parameters, {card.layers} layers', flush=True)
+  if to == 'native':
+    checkpoint.save(target, card, model, files or (source if kind == 'hf' else None))
+  else:
+    if rounded := hf.export_dtype(card, checkpoint.dtypes(model)):
+      print(f'  weights are rounded from float32 to {rounded}, in which the model was published')
+    hf.save(target, card, model, carry_from=files or source)
+  print(f'wrote {target} ({to}) in {time.monotonic() - started:.1f} s')
+  print('  with ' + (f'the tokenizer of {files}' if files else 'no tokenizer files, because the source has none'))
+
+
+def _words(value):
+  return f'{value:,}' if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def cli():
+  """The console script."""
+  program.run(main)
+
+
+if __name__ == '__main__':
+  cli()
