@@ -244,7 +244,7 @@ def _read(path, stored, like, plans):
     sharding = None if _is_key(leaf) else getattr(leaf, 'sharding', None)
     wanted = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
     array = layout.place(wanted, functools.partial(models.gather, reader, slots, wanted))
-    values.append(jax.random.wrap_key_data(array, impl=_implementation(leaf)) if _is_key(leaf) else array)
+    values.append(jax.random.wrap_key_data(array, impl=leaf.dtype) if _is_key(leaf) else array)
   return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
@@ -266,10 +266,6 @@ def _by_layer(leaves, segments):
 
 def _is_key(leaf):
   return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _implementation(leaf):
-  return str(leaf.dtype).removeprefix('key<').removesuffix('>')
 
 
 def _shape(leaf):

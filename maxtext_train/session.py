@@ -268,7 +268,16 @@ class Run:
     return {'seed': self.settings.seed, 'implementation': str(jax.config.jax_default_prng_impl)}
 
   def _sample(self, state):
-    pass
+    """What the model says after the prompt."""
+    from maxtext_models import sampler
+
+    prompt, known = self.settings.sample, self._tokenizer
+    model = nnx.merge(self._parts.plan.graph, state.params)
+    source = sampler.Jax(model, context=self.card.context, end_ids=known.eos_ids)
+    ids = known.encode(prompt, bos=self.settings.data.bos and known.bos_id is not None, eos=False)
+    asked = sampler.Settings(max_new_tokens=min(256, self.card.context - len(ids)), temperature=0.7)
+    said = known.decode(source.sample([ids], asked)[0].ids, skip_special=True)
+    print(f'--- sample after {prompt!r} ---\n{prompt}{said}\n---')
 
   def _say_commands(self):
     print(f'  continue: {self._command()} --config.steps={2 * self.settings.steps}')
