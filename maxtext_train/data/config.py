@@ -77,8 +77,9 @@ class Config:
       value, known = getattr(self, name), [str(k) for k in kind]
       if str(value) not in known:
         raise config.Error(f'{name}={value!r} is not one of {", ".join(known)}{config.nearest(str(value), known)}')
-    if isinstance(self.paths, str) or not all(isinstance(p, str) and p for p in self.paths):
-      raise config.Error(f'paths={self.paths!r} is not a tuple of paths')
+    paths: object = self.paths
+    if not isinstance(paths, tuple | list) or not all(isinstance(p, str) and p for p in paths):
+      raise config.Error(f'paths={paths!r} is not a tuple of paths')
     if self.source in (Source.TEXT, Source.JSONL):
       if not self.paths:
         raise config.Error(f'paths is empty; source={self.source} needs files, folders or globs')

@@ -53,15 +53,14 @@ class Feed:
     self.loader, self._put = loader, lambda local: put(local, sharding, batch)
     self._position = loader.position() if isinstance(loader, pipeline.Loader) else None
     ahead = grain.experimental.ThreadPrefetchIterDataset(_Ahead(loader, self._put), prefetch_buffer_size=DEPTH)
-    self._iterator: Any = ahead.__iter__()
-    self._shared_end = loader.finite and jax.process_count() > 1
-    self._length: int | None = None
+    self._iterators = pipeline.closing(self, ahead.__iter__())
+    self._shared_end = isinstance(loader, pipeline.Loader) and loader.finite and jax.process_count() > 1
 
   def __iter__(self) -> 'Feed':
     return self
 
   def __next__(self) -> dict[str, jax.Array]:
-    batch = next(self._iterator, None)
+    batch = next(self._iterators[0], None) if self._iterators else None
     if self._shared_end:  # the data of one process may end before another's: they all go on until the last one's has
       ended = multihost_utils.process_allgather(
         np.array([batch is None, 0 if batch is None else batch['tokens'].shape[1]])
@@ -71,7 +70,7 @@ class Feed:
         return self._put(packing.empty(rows, int(ended[:, 1].max())))
     if batch is None:
       raise StopIteration
-    self._position = self._iterator.get_state()['position']
+    self._position = self._iterators[0].get_state()['position']
     return batch
 
   def state(self) -> dict[str, Any]:
@@ -84,7 +83,7 @@ class Feed:
 
   def close(self) -> None:
     """Ends the thread and the loader's workers."""
-    self._iterator.close()
+    pipeline.close(self._iterators)
     if isinstance(self.loader, pipeline.Loader):
       self.loader.close()
 

@@ -57,7 +57,7 @@ def pack(documents: Iterable[list[int]], length: int) -> Batch:
 
 def empty(rows: int, length: int) -> Batch:
   """Rows of padding."""
-  batch = {name: np.zeros((rows, length), np.int32) for name in ('tokens', 'targets', 'positions', 'segments')}
+  batch: Batch = {name: np.zeros((rows, length), np.int32) for name in ('tokens', 'targets', 'positions', 'segments')}
   return {**batch, 'weights': np.zeros((rows, length), np.float32)}
 
 
@@ -84,14 +84,14 @@ def prepare(
   """
   if len(ids) < 2:
     return ids, None, EMPTY, False
-  shortened = cut is not None and len(ids) > cut + 1
-  if shortened:
-    ids = ids[: cut + 1]
+  kept = len(ids) if cut is None else min(len(ids), cut + 1)
+  shortened = kept < len(ids)
+  ids = ids[:kept]
   targets: np.ndarray
   if weights is None:
-    targets = np.ones(len(ids) - 1, np.float32)
+    targets = np.ones(kept - 1, np.float32)
   else:
-    targets = np.asarray(weights[1 : len(ids)], np.float32)
+    targets = np.asarray(weights[1:kept], np.float32)
   total = float(targets.sum(dtype=np.float64))
   if not total > 0.0:
     return ids, None, NO_TARGET, shortened

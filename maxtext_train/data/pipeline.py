@@ -2,8 +2,8 @@
 
 The global batch has B rows, and each row is a stream of its own. Records in the (shuffled) order i = 0, 1, 2, … of all
 epochs, epoch i // n, belong to stream i mod B; a stream tokenizes and packs its records by itself. So the place of a
-stream is one cursor (next record, offset in it), the state of a run is B cursors, and neither changes with the number of
-worker processes, nor with the number of processes that each feed a part of the batch: batches are the same bit for bit.
+stream is one cursor (next record, offset in it) and the state of a run is B cursors. They do not change with the number
+of worker processes, nor with the number of processes that each feed a part of the batch; neither do the batches.
 
 A row travels together with the cursor behind it. The state is therefore that of the batches handed out, however many
 more are read ahead.
@@ -21,6 +21,7 @@ import os
 import signal
 import threading
 from typing import Any
+import weakref
 
 from absl import flags
 from absl import logging
@@ -47,6 +48,7 @@ _WHY = {
 _WIDTH = _DROPPED + len(_REASONS)
 
 _AHEAD = 2  # batches a worker reads ahead
+_SHARED = 4096  # bytes; larger arrays of a worker travel in shared memory, smaller ones through a pipe
 
 # value -> ids int32 [n], weights of the ids as targets float32 [n] or None for 1
 Encode = Callable[[sources.Record], tuple[np.ndarray, np.ndarray | None]]
@@ -158,11 +160,11 @@ class Loader:
     if self._workers:
       if not flags.FLAGS.is_parsed():  # grain asks a flag of its own, and none of ours
         flags.FLAGS.mark_as_parsed()
-      # arrays go through pipes: shared memory would outlive a killed run
-      dataset = grain.experimental.WithOptionsIterDataset(rows, grain.experimental.DatasetOptions(min_shm_size=1 << 62))
+      _check_shared_memory(self._workers, (slots.stop - slots.start) * rows.length)
+      dataset = grain.experimental.WithOptionsIterDataset(rows, grain.experimental.DatasetOptions(min_shm_size=_SHARED))
       options = grain.MultiprocessingOptions(num_workers=self._workers, per_worker_buffer_size=_AHEAD)
       dataset = dataset.mp_prefetch(options, worker_init_fn=_begin_worker)
-    self._iterator: Any = dataset.__iter__()
+    self._iterators = closing(self, dataset.__iter__())
     self._started = self._over = False
 
   def __iter__(self) -> 'Loader':
@@ -173,7 +175,7 @@ class Loader:
       raise StopIteration
     parts = self._parts()
     batch = parts[0]
-    if len(parts) > 1:
+    if self._workers:
       batch = {k: np.empty((sum(len(p[k]) for p in parts), *v.shape[1:]), v.dtype) for k, v in parts[0].items()}
       for w, part in enumerate(parts):
         for name, value in part.items():
@@ -189,13 +191,13 @@ class Loader:
   def _parts(self) -> list[packing.Batch]:
     """One part a worker, in order: worker w has the rows w, w + W, …"""
     if self._started or not self._workers:
-      return [next(self._iterator) for _ in range(max(1, self._workers))]
+      return [next(self._iterators[0]) for _ in range(max(1, self._workers))]
     # Workers inherit the signal mask: an interrupt or a termination of the process group is for the program to handle,
     # which may want to finish its step. They end with it (`_begin_worker`).
     self._started = True
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-      return [next(self._iterator) for _ in range(self._workers)]
+      return [next(self._iterators[0]) for _ in range(self._workers)]
     finally:
       signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -249,7 +251,7 @@ class Loader:
   def close(self) -> None:
     """Ends the workers. No further batch can be asked for."""
     self._over = True
-    self._iterator.close()
+    close(self._iterators)
 
   def __enter__(self) -> 'Loader':
     return self
@@ -271,8 +273,6 @@ class Loader:
 class HeldOut:
   """The held-out records as batches: each iteration begins anew and hands out the same. Rows left over are padding."""
 
-  finite = True
-
   def __init__(self, rows: Any, *, batch: int, slots: slice, batches: int | None):
     self.rows, self.batch, self.slots, self.batches = rows, batch, slots, batches
 
@@ -287,7 +287,7 @@ class HeldOut:
 
 
 class Rows(grain.IterDataset):
-  """Parts of batches from records, with `cursor` int64 [b, _WIDTH] behind them. Streams that have ended give padding."""
+  """Parts of batches from records, with `cursor` int64 [b, _WIDTH] behind them. Ended streams give padding."""
 
   def __init__(
       self, *, source: sources.Source, members: np.ndarray, encode: Encode, batch: int, length: int,
@@ -460,6 +460,31 @@ class _Artificial(HeldOut):
   def __iter__(self) -> Iterator[packing.Batch]:
     for _, part in zip(range(self.batches or 0), self.rows):
       yield {name: value for name, value in part.items() if name != 'cursor'}
+
+
+def _check_shared_memory(workers: int, tokens: int) -> None:
+  """Raises config.Error if what workers read ahead, of `tokens` a batch, has no room: the system would kill them."""
+  need = tokens * 5 * 4 * (2 * _AHEAD + 2)  # five arrays of four bytes; two queues, and one batch at each end
+  if os.path.isdir('/dev/shm'):
+    place = os.statvfs('/dev/shm')
+    if (free := place.f_bavail * place.f_frsize) < need:
+      raise config.Error(
+        f'workers={workers} need {need >> 20} MiB of shared memory and /dev/shm has {free >> 20} MiB; give it more'
+        ' (docker: --shm-size) or set workers=0'
+      )
+
+
+def closing(owner: object, iterator: grain.DatasetIterator) -> list[Any]:
+  """The iterator in a box, closed by `close(box)`, with its owner, or at exit: in time, before modules are gone."""
+  box = [iterator]
+  weakref.finalize(owner, close, box)
+  return box
+
+
+def close(box: list[Any]) -> None:
+  """Ends threads and workers of an iterator, once."""
+  while box:
+    box.pop().close()
 
 
 def _begin_worker(worker: int, workers: int) -> None:

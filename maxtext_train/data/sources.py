@@ -146,7 +146,7 @@ class Lines(Source):
 
 
 def open_source(settings: data_config.Config, *, field: bool = True) -> Source:
-  """The source that `settings` name; `field=False` gives whole JSON objects. Raises config.Error if it has no record."""
+  """The source that `settings` name, with at least one record; `field=False` gives whole JSON objects."""
   if settings.source == data_config.Source.STDLIB:
     return standard_library(settings.piece)
   files = find(settings.paths, '.jsonl' if settings.source == data_config.Source.JSONL else None)

@@ -39,9 +39,10 @@ class _Iterator(grain.DatasetIterator):
   def __next__(self) -> dict[str, np.ndarray]:
     rows = self._rows
     drawn = self._fixed if rows.fixed else self._draw()
+    tokens, targets = np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:])
     self._cursor += 1
-    weights = np.ones((len(drawn), rows.length), np.float32)
-    return {'tokens': drawn[:, :-1], 'targets': drawn[:, 1:], 'weights': weights, 'cursor': self._cursor.copy()}
+    weights: np.ndarray = np.ones((len(drawn), rows.length), np.float32)
+    return {'tokens': tokens, 'targets': targets, 'weights': weights, 'cursor': self._cursor.copy()}
 
   def _draw(self) -> np.ndarray:
     rows = self._rows
