@@ -1,11 +1,12 @@
 """The wheels, installed one layer more at a time into empty virtual environments, and that layer's smoke.
 
 Nothing comes from a network: pip finds the layers in a folder, and of third-party distributions a virtual environment
-holds just those that the wheels declare, and what these declare in turn, as links to the files of this test's own. A
+holds just those that the wheels declare, and what these declare in turn, as links to this test's own. A
 declaration that is missing makes pip fail; one that is too narrow does too; an import that nobody declared fails in the
 smoke. Outside Bazel there are no wheels: `bazel test --config=slow //tests:wheels_slow_test`.
 """
 
+import collections
 from importlib import metadata
 import json
 import os
@@ -70,6 +71,23 @@ def declared(wheels, layers):
   return found
 
 
+def linked(distributions):
+  """{path in site-packages: what it stands for}; whole folders where no other distribution shares them."""
+  owners, files = collections.defaultdict(set), {}
+  for distribution in metadata.distributions():
+    name = utils.canonicalize_name(distribution.metadata['Name'])
+    files[name] = [f for f in distribution.files or [] if f.parts[0] not in ('..', 'bin', 'share')]
+    for file in files[name]:
+      for path in [file, *file.parents][:-1]:
+        owners[path].add(name)
+  found = {}
+  for name, distribution in distributions.items():
+    for file in files[name]:
+      path = next((p for p in reversed([file, *file.parents][:-1]) if owners[p] == {name}), file)
+      found.setdefault(path, os.path.realpath(distribution.locate_file(path)))
+  return found
+
+
 def install(folder, wheels, layer):
   """An environment that holds `layer` and what it declares. -> its bin folder."""
   subprocess.run([sys.executable, '-m', 'venv', folder], check=True)
@@ -77,11 +95,9 @@ def install(folder, wheels, layer):
   layers = (*BELOW.get(layer, LAYERS[: LAYERS.index(layer)]), layer)
   distributions = declared(wheels, layers)
   assert {'jax', 'flax', 'numpy'} <= set(distributions) and 'pytest' not in distributions
-  for distribution in distributions.values():
-    for file in distribution.files:
-      if not (file.parts[0] in ('..', 'bin', 'share') or '__pycache__' in file.parts):
-        (site / file).parent.mkdir(parents=True, exist_ok=True)
-        (site / file).symlink_to(os.path.realpath(distribution.locate_file(file)))
+  for path, target in linked(distributions).items():
+    (site / path).parent.mkdir(parents=True, exist_ok=True)
+    (site / path).symlink_to(target)
   links = sorted({str(wheel.parent) for wheel in wheels})
   command = [folder / 'bin/python', '-m', 'pip', 'install', '-q', '--no-index', '--no-cache-dir', '--no-input']
   command += [f'--find-links={link}' for link in links] + [layer.replace('_', '-')]
@@ -96,6 +112,7 @@ def install(folder, wheels, layer):
 def run(command, cwd):
   """Runs in `cwd` without this process' environment: neither PYTHONPATH nor a home."""
   env = {'PATH': '/usr/bin:/bin', 'JAX_PLATFORMS': 'cpu', 'HOME': str(cwd), 'PIP_CONFIG_FILE': os.devnull}
+  env['PIP_DISABLE_PIP_VERSION_CHECK'] = '1'
   done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
   assert done.returncode == 0, f'{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}'
   return done
@@ -116,6 +133,7 @@ def smoke_models(bin, empty):
 def smoke_train(bin, empty):
   """J2, J4: from an empty folder, with the wheels alone, a packaged configuration trains two steps."""
   tiny = ['--config.steps=2', '--config.batch=2', '--config.length=32', '--config.model.layers=1']
+  tiny += ['--config.schedule.kind=constant', '--config.schedule.warmup=0']
   tiny += ['--config.evaluate.every=0', '--config.sample=none']
   run([bin / 'maxtext-pretrain', '--config=quickstart', *tiny], empty)
   lines = (empty / 'runs/quickstart/metrics.jsonl').read_text().splitlines()
