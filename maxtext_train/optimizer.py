@@ -23,7 +23,7 @@ import optax
 
 from maxtext_layers import config
 
-DEFAULT = ('norm', 'bias', 'embed')
+DEFAULT = ('norm', 'b', 'embed')  # a bias is the leaf `b` of a linear map
 
 
 @config.config
