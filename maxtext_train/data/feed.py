@@ -54,6 +54,7 @@ class Feed:
     self._position = loader.position() if isinstance(loader, pipeline.Loader) else None
     ahead = grain.experimental.ThreadPrefetchIterDataset(_Ahead(loader, self._put), prefetch_buffer_size=DEPTH)
     self._iterators = pipeline.closing(self, ahead.__iter__())
+    self._iterators[0].start_prefetch()  # the first batches are read while the step compiles
     self._shared_end = isinstance(loader, pipeline.Loader) and loader.finite and jax.process_count() > 1
 
   def __iter__(self) -> 'Feed':
