@@ -69,7 +69,10 @@ def create(plan: Plan, params: Any = None) -> State:
   """
   if params is not None:
     return jax.jit(functools.partial(_fresh, plan.optimizer), out_shardings=plan.shardings)(params)
-  return jax.jit(lambda: _fresh(plan.optimizer, nnx.state(plan.build())), out_shardings=plan.shardings)()
+  fresh = lambda: _fresh(plan.optimizer, nnx.state(plan.build()))
+  # runs once: on a CPU, compiling it well takes longer than running it
+  quick = {'xla_backend_optimization_level': 1} if jax.default_backend() == 'cpu' else None
+  return jax.jit(fresh, out_shardings=plan.shardings, compiler_options=quick)()
 
 
 def _fresh(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> State:
