@@ -92,8 +92,8 @@ def prepare(
     targets = np.ones(kept - 1, np.float32)
   else:
     targets = np.asarray(weights[1:kept], np.float32)
-  total = float(targets.sum(dtype=np.float64))
-  if not total > 0.0:
+  total = float(np.sum(targets, dtype=np.float64))
+  if total <= 0.0:
     return ids, None, NO_TARGET, shortened
   return ids, targets / np.float32(total) if sample else targets, None, shortened
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import hashlib
 import multiprocessing
 from multiprocessing import connection
+from multiprocessing import resource_tracker
 import os
 import signal
 import threading
@@ -97,7 +98,7 @@ def build(
       'source': source, 'encode': encode, 'length': length, 'shuffle': settings.seed if settings.shuffle else None,
       'whole': settings.packing == data_config.Packing.NONE,
       'sample': settings.weighting == data_config.Weighting.SAMPLE,
-      'skip': settings.on_bad_record == data_config.OnBadRecord.SKIP or settings.source == data_config.Source.STDLIB,
+      'skip': settings.on_bad_record == data_config.OnBadRecord.SKIP,
   }  # fmt: skip
   if split == 'heldout':
     rows = Rows(members=held, batch=1, slots=slice(0, 1, 1), epochs=1, **common)
@@ -195,6 +196,7 @@ class Loader:
     # Workers inherit the signal mask: an interrupt or a termination of the process group is for the program to handle,
     # which may want to finish its step. They end with it (`_begin_worker`).
     self._started = True
+    resource_tracker.ensure_running()  # else the first worker starts it, and it lifts the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
       return [next(self._iterators[0]) for _ in range(self._workers)]

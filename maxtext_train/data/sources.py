@@ -184,14 +184,16 @@ def find(paths: tuple[str, ...], suffix: str | None = None) -> list[str]:
 
 
 def standard_library(piece: int) -> Text:
-  """The .py sources of the running interpreter's standard library, tests included, installed packages not."""
+  """The .py sources of the running interpreter's standard library, tests included, installed packages not.
+
+  It looks into each file: three tests of the interpreter are not UTF-8, on purpose, and are no part of the corpus.
+  """
   root = sysconfig.get_paths()['stdlib']
   files = []
   for folder, folders, names in os.walk(root):
     folders[:] = sorted(f for f in folders if f not in ('site-packages', 'dist-packages', '__pycache__'))
     files += [os.path.join(folder, n) for n in names if n.endswith('.py')]
-  files = [f for f in files if os.path.isfile(f) and os.access(f, os.R_OK)]
-  source = Text(sorted(files), piece)
+  source = Text(sorted(filter(_readable, files)), piece)
   if not len(source):
     raise config.Error(f'source=stdlib: {root} holds no .py files; use source=text with paths')
   return source
@@ -224,6 +226,15 @@ def _below(folder: str, suffix: str | None) -> list[str]:
     folders[:] = [f for f in folders if not f.startswith('.')]
     found += [os.path.join(here, n) for n in names if not n.startswith('.') and (suffix is None or n.endswith(suffix))]
   return found
+
+
+def _readable(path: str) -> bool:
+  try:
+    with open(path, encoding='utf-8') as file:
+      file.read()
+    return True
+  except (OSError, UnicodeDecodeError):
+    return False
 
 
 def _size(path: str) -> int:

@@ -133,6 +133,7 @@ def test_the_standard_library_is_the_interpreters_own():
   assert str(root / 'argparse.py') in source.files
   assert not any('-packages' in f for f in source.files)
   assert source.files == sorted(source.files)
+  assert not any('iso_8859' in f for f in source.files)  # not UTF-8, on purpose
   assert (source.stop - source.start).sum() > 8e6  # 11 MB without, 31 MB with the interpreter's tests
   index = source.files.index(str(root / 'bisect.py'))
   assert source[int(np.flatnonzero(source.file == index)[0])].value == (root / 'bisect.py').read_text()
