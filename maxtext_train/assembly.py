@@ -74,8 +74,9 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   chunk = losses.resolve(settings.loss.chunk, mesh.size)
   scan = {'auto': card.layers > stack.DEEP, 'yes': True, 'no': False}[settings.scan]
   options = dict(scan=scan, remat=settings.remat, dtype=jnp.dtype(str(settings.dtype)))
+  chunks = losses.pieces(settings.loss, chunk)
   core = functools.partial(
-    losses.next_token, chunk=chunk, chunks=settings.loss.chunks, z_loss=settings.loss.z_loss, kernel=kernel
+    losses.next_token, chunk=chunk, chunks=chunks, z_loss=settings.loss.z_loss, kernel=kernel
   )
   with sharding.use(mesh, rules):
     plan = state.plan(
@@ -93,7 +94,7 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
     rules=rules,
     kernel=kernel,
     chunk=chunk,
-    chunks=settings.loss.chunks,
+    chunks=chunks,
     schedule=rate,
     plan=plan,
     step=step.Step(

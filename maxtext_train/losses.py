@@ -37,12 +37,12 @@ class Config:
   """How the cross-entropy is computed, and what is added to it."""
 
   chunk: Chunk = Chunk.AUTO
-  chunks: int = 8
+  chunks: int | None = None  # none: 8 of the tokens, 16 of the vocabulary
   z_loss: float = 0.0  # × logsumexp²; arXiv 2204.02311, section 5, uses 1e-4
 
   def check(self) -> None:
     """Raises config.Error naming the field and its value."""
-    if self.chunks < 1:
+    if self.chunks is not None and self.chunks < 1:
       raise config.Error(f'chunks={self.chunks} is not positive')
     if self.z_loss < 0.0:
       raise config.Error(f'z_loss={self.z_loss} is negative')
@@ -55,8 +55,15 @@ def resolve(chunk: Chunk, devices: int) -> Chunk:
   return Chunk.TOKENS if devices == 1 else Chunk.VOCABULARY
 
 
+def pieces(settings: Config, chunk: Chunk) -> int:
+  """Into how many parts the axis is cut: few are fast, many small. These stay below a quarter of [B, T, V]."""
+  if settings.chunks is not None:
+    return settings.chunks
+  return 8 if chunk == Chunk.TOKENS else 16
+
+
 def next_token(
-    model: Any, batch: Any, key: jax.Array | None = None, *, chunk: Chunk, chunks: int = 8, z_loss: float = 0.0,
+    model: Any, batch: Any, key: jax.Array | None = None, *, chunk: Chunk, chunks: int = 16, z_loss: float = 0.0,
     kernel: str = 'auto', rate: float = 0.0,
 ) -> Loss:  # fmt: skip
   """Weighted next-token cross-entropy in nats; `lm_loss` in aux has neither z-loss nor auxiliary terms.
