@@ -61,7 +61,11 @@ def imports(text, nested=True):
       assert not node.level, f'line {node.lineno}: a relative import'
       found += [(node.lineno, f'{node.module}.{alias.name}') for alias in node.names]
     elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-      if getattr(node.func, 'attr', getattr(node.func, 'id', '')) in ('import_module', '__import__'):
+      if getattr(node.func, 'attr', getattr(node.func, 'id', '')) in (
+        'import_module',
+        '__import__',
+        'files',
+      ):  # importlib.resources.files
         found.append((node.lineno, str(node.args[0].value)))
   return found
 
