@@ -50,7 +50,7 @@ class Config:
   source: Source = Source.STDLIB
   paths: tuple[str, ...] = ()  # files, folders or globs, for text and jsonl
   field: str = 'text'  # of a JSON line
-  piece: int = 65536  # bytes; a longer text file is cut at line ends into records of at most this size
+  piece: int | None = None  # bytes; a longer text file is cut at line ends into records; none: 16 a token of a row
   tokenizer: str = 'byte'  # 'byte' or a directory with tokenizer files
   bos: bool = True  # a document begins with the begin token, where the tokenizer has one
   eos: bool = True  # a document ends with the end token, where the tokenizer has one
@@ -87,7 +87,7 @@ class Config:
       raise config.Error(f'paths={self.paths!r} is given, but source={self.source} reads no files')
     if self.source == Source.JSONL and not self.field:
       raise config.Error('field is empty; source=jsonl needs the name of the text field')
-    if self.piece < 1024:
+    if self.piece is not None and self.piece < 1024:
       raise config.Error(f'piece={self.piece} is below 1024 bytes')
     if not 0 <= self.seed < 2**31:
       raise config.Error(f'seed={self.seed} is not in 0 .. 2**31 - 1')

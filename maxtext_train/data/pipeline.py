@@ -89,7 +89,7 @@ def build(
   slots = slice(process * share, (process + 1) * share, 1)
   if settings.artificial:
     return _artificial(settings, batch, length, settings.vocab or vocab, state, split, slots, batches)
-  source = sources.open_source(settings, field=encode is None)
+  source = sources.open_source(settings, length, field=encode is None)
   members, held = sources.split(source, settings.holdout, settings.seed)
   if split == 'heldout' and not len(held):
     raise config.Error('holdout=0 leaves nothing to evaluate on')
@@ -104,6 +104,8 @@ def build(
     rows = Rows(members=held, batch=1, slots=slice(0, 1, 1), epochs=1, **common)
     rows.probe()
     return HeldOut(rows, batch=batch, slots=slots, batches=batches)
+  if len(members) < batch:
+    logging.warning('data: %d records for %d rows: rows of a batch read the same records', len(members), batch)
   epochs = (settings.epochs or 1) if settings.at_end == data_config.AtEnd.STOP else None
   rows = Rows(members=members, batch=batch, slots=slots, epochs=epochs, **common)
   rows.probe()
@@ -117,7 +119,7 @@ def build(
 
 
 class Tokenize:
-  """Record -> ids, with the begin and end tokens that the tokenizer has."""
+  """Record -> ids, with the begin and end tokens that the tokenizer has, where its document begins and ends."""
 
   def __init__(self, tokenizer: Any, bos: bool, eos: bool):
     if tokenizer is None:
@@ -130,7 +132,8 @@ class Tokenize:
     """Int32 [n], and no weights."""
     if not record.value:
       return np.zeros(0, np.int32), None
-    return np.array(self.tokenizer.encode(record.value, bos=self.bos, eos=self.eos and record.ends), np.int32), None
+    bos, eos = self.bos and record.begins, self.eos and record.ends
+    return np.array(self.tokenizer.encode(record.value, bos=bos, eos=eos), np.int32), None
 
   def identity(self) -> str:
     """Changes with the ids that text becomes, not with where the tokenizer's files lie."""
@@ -191,15 +194,25 @@ class Loader:
 
   def _parts(self) -> list[packing.Batch]:
     """One part a worker, in order: worker w has the rows w, w + W, …"""
-    if self._started or not self._workers:
-      return [next(self._iterators[0]) for _ in range(max(1, self._workers))]
+    try:
+      return self._begin() if self._workers and not self._started else self._following()
+    except RuntimeError as error:
+      if 'Worker process was terminated' in str(error):  # grain's words
+        raise config.Failure(f'a data worker died: {str(error).splitlines()[0]}') from None
+      raise
+
+  def _following(self) -> list[packing.Batch]:
+    return [next(self._iterators[0]) for _ in range(max(1, self._workers))]
+
+  def _begin(self) -> list[packing.Batch]:
+    """Starts the workers, out of reach of signals."""
     # Workers inherit the signal mask: an interrupt or a termination of the process group is for the program to handle,
     # which may want to finish its step. They end with it (`_begin_worker`).
     self._started = True
     resource_tracker.ensure_running()  # else the first worker starts it, and it lifts the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-      return [next(self._iterators[0]) for _ in range(self._workers)]
+      return self._following()
     finally:
       signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -321,11 +334,14 @@ class Rows(grain.IterDataset):
     """Record `index` of the order, tokenized; see packing.prepare."""
     try:
       record = self.source[int(self.members[self.order[index]])]
+      try:
+        ids, weights = self.encode(record)
+      except config.Error as error:  # text that is no Unicode, a chat without an answer
+        raise sources.BadRecord(f'{record.name}: {error}') from None
     except sources.BadRecord:
       if not self.skip:
         raise
       return np.zeros(0, np.int32), None, BROKEN, False
-    ids, weights = self.encode(record)
     return packing.prepare(ids, weights, cut=self.length if self.whole else None, sample=self.sample)
 
   def probe(self) -> None:

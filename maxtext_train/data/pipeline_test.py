@@ -358,8 +358,26 @@ def test_begin_and_end_of_a_file_in_pieces(tmp_path):
                   batch=1, length=2048)  # fmt: skip
   (batch,) = loader
   ids = batch['tokens'][0][batch['segments'][0] > 0]
-  assert np.flatnonzero(ids == 256).tolist() == [0, 1021]  # 204 lines of 5 bytes behind the first begin token
+  assert len(ids) == 1502 and np.flatnonzero(ids == 256).tolist() == [0]
+  assert np.flatnonzero(batch['segments'][0] == 2)[0] == 1021  # behind the begin token and 204 lines of 5 bytes
   assert ids[-1] == 257 and (ids == 257).sum() == 1 and batch['targets'][0][len(ids) - 2] == 257
+
+
+def test_text_that_is_no_unicode_names_its_record(tmp_path):
+  """D10: also what the tokenizer refuses is a broken record."""
+  (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
+  with pytest.raises(config.Error, match=r'a\.jsonl:2: text is not valid Unicode'):
+    list(_build(tmp_path, at_end='stop', batch=2))
+  loader = _build(tmp_path, at_end='stop', batch=2, on_bad_record='skip')
+  assert len(list(loader)) == 1 and loader.report()['dropped'] == {'broken': 1}
+
+
+def test_fewer_records_than_rows_is_said(tmp_path, monkeypatch):
+  said = []
+  monkeypatch.setattr(logging, 'warning', lambda message, *args: said.append(message % args))
+  (tmp_path / 'a.jsonl').write_text('{"text": "one"}\n{"text": "two"}\n')
+  _build(tmp_path, batch=4)
+  assert said == ['data: 2 records for 4 rows: rows of a batch read the same records']
 
 
 def test_report_says_where_it_is(corpus):

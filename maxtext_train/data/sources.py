@@ -4,7 +4,8 @@
 empty folder or an unreadable file is an error before training. Records are read when they are asked for.
 
 A text file longer than `piece` bytes is several records, cut behind a line end (or, in a line longer than a piece,
-between two characters). So a corpus in one file still gives every row of a batch a place of its own to read.
+between two characters). So a corpus of one file still gives every row of a batch a place of its own to read, and a row
+does not stay in one file for many steps. By default a piece has 16 bytes for each token of a row: some rows.
 """
 
 import glob
@@ -20,6 +21,7 @@ import numpy as np
 from maxtext_layers import config
 from maxtext_train.data import config as data_config
 
+_PIECE, _SMALLEST = 16, 1024  # bytes a token of a row; of a piece
 _SCAN = 1 << 24  # bytes read at once while looking for line ends
 _FILES_TO_SPLIT = 20  # with fewer files, single records are held out instead of whole files
 
@@ -33,7 +35,8 @@ class Record(NamedTuple):
 
   name: str  # file, or file:place
   value: Any  # the text; of a JSON line, if no field is asked for, the whole object
-  ends: bool  # whether its document ends here: false for all but the last piece of a file
+  begins: bool = True  # whether its document begins here: false for all but the first piece of a file
+  ends: bool = True  # whether it ends here
 
 
 class Source:
@@ -104,7 +107,7 @@ class Text(Source):
 
   def __getitem__(self, index: int) -> Record:
     ends = index + 1 == len(self.file) or self.file[index + 1] != self.file[index]
-    return Record(self.name(index), self._read(index), bool(ends))
+    return Record(self.name(index), self._read(index), bool(self.start[index] == 0), bool(ends))
 
   def name(self, index: int) -> str:
     """file, or file@byte for a later piece."""
@@ -128,32 +131,36 @@ class Lines(Source):
     name = self.name(index)
     try:
       value = json.loads(self._read(index))
-    except json.JSONDecodeError as error:
-      raise BadRecord(f'{name}: not JSON: {error.msg} at column {error.colno}') from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits is a plain ValueError
+      raise BadRecord(f'{name}: not JSON: {error}') from None
     if not isinstance(value, dict):
       raise BadRecord(f'{name}: not a JSON object but {type(value).__name__}')
     if self.field is None:
-      return Record(name, value, True)
+      return Record(name, value)
     if not isinstance(text := value.get(self.field), str):
       known = ', '.join(sorted(value)[:8])
       what = 'is not text' if self.field in value else f'is missing; the line has {known or "no field"}'
       raise BadRecord(f'{name}: field {self.field!r} {what}')
-    return Record(name, text, True)
+    return Record(name, text)
 
   def name(self, index: int) -> str:
     """file:line, lines counted from 1."""
     return f'{self.files[self.file[index]]}:{self.line[index]}'
 
 
-def open_source(settings: data_config.Config, *, field: bool = True) -> Source:
-  """The source that `settings` name, with at least one record; `field=False` gives whole JSON objects."""
+def open_source(settings: data_config.Config, length: int, *, field: bool = True) -> Source:
+  """The source that `settings` name, with at least one record, for rows of `length` tokens.
+
+  `field=False` gives JSON lines as whole objects.
+  """
+  piece = max(_SMALLEST, _PIECE * length) if settings.piece is None else settings.piece
   if settings.source == data_config.Source.STDLIB:
-    return standard_library(settings.piece)
+    return standard_library(piece)
   files = find(settings.paths, '.jsonl' if settings.source == data_config.Source.JSONL else None)
   if settings.source == data_config.Source.JSONL:
     source: Source = Lines(files, settings.field if field else None)
   else:
-    source = Text(files, settings.piece)
+    source = Text(files, piece)
   if not len(source):
     raise config.Error(f'paths={settings.paths}: {len(files)} files, all empty')
   return source

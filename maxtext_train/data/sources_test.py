@@ -27,6 +27,7 @@ def test_a_file_is_cut_behind_lines_and_nothing_is_lost(tmp_path):
   assert all(len(r.value.encode()) <= 1024 for r in records)
   assert all(r.value.endswith('\n') for r in records[:-1])
   assert [r.ends for r in records] == [False] * (len(records) - 2) + [True, True]
+  assert [r.begins for r in records] == [True] + [False] * (len(records) - 2) + [True]
   assert records[1].name == f'{tmp_path}/a@{len(records[0].value.encode())}'
 
 
@@ -60,6 +61,7 @@ def test_a_file_longer_than_what_is_scanned_at_once(tmp_path, monkeypatch):
     (b'{"text": ', 'not JSON: '),
     (b'[1, 2]', 'not a JSON object but list'),
     (b'{"body": "x"}', "field 'text' is missing; the line has body"),
+    (b'{"text": ' + b'[' * 100000, 'not JSON: '),
     (b'{"text": 3}', "field 'text' is not text"),
     (b'{"text": "\xff"}', 'byte 27 is not UTF-8'),
   ],
@@ -78,6 +80,15 @@ def test_a_binary_file_is_named(tmp_path):
     sources.Text([str(tmp_path / 'a')], 1024)[0]
 
 
+def test_a_piece_is_some_rows(tmp_path):
+  _write(tmp_path, a='line\n' * 8000)
+  settings = data_config.Config(source='text', paths=(str(tmp_path),))
+  sizes = {n: sources.open_source(settings, n).stop[0] for n in (8, 256, 1024)}
+  assert sizes == {8: 1020, 256: 4095, 1024: 16380}  # whole lines of 5 bytes in 1024 (the least), 4096, 16384
+  settings.piece = 2000
+  assert sources.open_source(settings, 1024).stop[0] == 2000
+
+
 def test_paths_that_lead_nowhere(tmp_path):
   (tmp_path / 'empty').mkdir()
   _write(tmp_path, **{'zero.txt': '', 'packed.jsonl.gz': 'x'})
@@ -92,9 +103,9 @@ def test_paths_that_lead_nowhere(tmp_path):
   ]:
     settings = data_config.Config(source='text', paths=(str(tmp_path / path),))
     with pytest.raises(config.Error, match=message):
-      sources.open_source(settings)
+      sources.open_source(settings, 64)
   with pytest.raises(config.Error, match=r'empty holds no \.jsonl file'):
-    sources.open_source(data_config.Config(source='jsonl', paths=(str(tmp_path / 'empty'),)))
+    sources.open_source(data_config.Config(source='jsonl', paths=(str(tmp_path / 'empty'),)), 64)
 
 
 def test_a_file_without_permission(tmp_path, monkeypatch):

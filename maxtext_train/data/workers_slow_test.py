@@ -95,6 +95,15 @@ def test_an_interrupt_of_the_group_shows_one_traceback(tmp_path):
   _gone(process)
 
 
+def test_a_killed_worker_ends_the_run_in_one_line(tmp_path):
+  kill = 'import multiprocessing; [os.kill(p.pid, 9) for p in multiprocessing.active_children()]; [0 for _ in batches]'
+  process = _start(tmp_path, kill)
+  _, errors = process.communicate(timeout=120)
+  assert process.returncode == 1
+  assert 'config.Failure: a data worker died: ' in errors and 'exit code -9' in errors
+  _gone(process)
+
+
 def test_workers_of_a_killed_program_end(tmp_path):
   process = _start(tmp_path, 'time.sleep(60)')
   _wait_for(process, 'started')
