@@ -30,7 +30,7 @@ def directory() -> str:
 
 
 def find() -> str:
-  """The GGUF file: below the folder MAXTEXT_WEIGHTS, in a Bazel test's data, or in the installed package, else an error."""
+  """The GGUF file: below the folder MAXTEXT_WEIGHTS, in the data of a Bazel test, or in the installed package."""
   if folder := os.environ.get('MAXTEXT_WEIGHTS'):
     roots = [folder]
   elif runfiles := os.environ.get('TEST_SRCDIR'):
