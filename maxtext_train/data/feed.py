@@ -51,7 +51,7 @@ class Feed:
       batch: rows of the global batch, B.
     """
     self.loader, self._put = loader, lambda local: put(local, sharding, batch)
-    self._position = loader.position() if isinstance(loader, pipeline.Loader) else None
+    self._position: Any = loader.position() if isinstance(loader, pipeline.Loader) else None
     ahead = grain.experimental.ThreadPrefetchIterDataset(_Ahead(loader, self._put), prefetch_buffer_size=DEPTH)
     self._iterators = pipeline.closing(self, ahead.__iter__())
     self._iterators[0].start_prefetch()  # the first batches are read while the step compiles
@@ -68,6 +68,8 @@ class Feed:
       )
       if not ended[:, 0].all() and batch is None:
         rows = self.loader.slots.stop - self.loader.slots.start
+        batches, cursor = self._position
+        self._position = batches + 1, cursor
         return self._put(packing.empty(rows, int(ended[:, 1].max())))
     if batch is None:
       raise StopIteration
