@@ -1,9 +1,10 @@
 """From local batches to global arrays on devices, `DEPTH` batches ahead of the step that takes them.
 
-A thread reads, packs and copies to the devices while a step runs. Each batch keeps the place in the data behind it, so
-`state()` is exact for the batches handed out, whatever the thread has read ahead.
+A thread reads, packs and copies to the devices while a step runs (and while it compiles). Each batch keeps the place in
+the data behind it, so `position()` is that of the batches handed out, whatever the thread has read ahead.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -16,6 +17,8 @@ from maxtext_train.data import packing
 from maxtext_train.data import pipeline
 
 DEPTH = 2
+
+Place = Callable[[packing.Batch], dict[str, jax.Array]]  # local rows [b, T] -> global arrays [B, T]
 
 
 def reader(sharding: jax.sharding.Sharding, batch: int) -> tuple[int, int]:
@@ -40,55 +43,57 @@ def reader(sharding: jax.sharding.Sharding, batch: int) -> tuple[int, int]:
 
 
 class Feed:
-  """Iterates over batches of jax.Arrays [B, T] for the training step. Close it, or use it as a context."""
+  """Iterates over batches of jax.Arrays [B, T] for the training step. Close it, or use it as a context.
 
-  def __init__(self, loader: Any, sharding: jax.sharding.Sharding, *, batch: int):
+  `tokens` is the number of real tokens, padding not counted, in this process's rows of the last batch.
+  """
+
+  def __init__(self, loader: pipeline.Loader, place: Place):
     """Takes over the loader, and closes it.
 
     Args:
-      loader: a pipeline.Loader, or a pipeline.HeldOut.
-      sharding: of an array [B, T]; every array of the batch has it.
-      batch: rows of the global batch, B.
+      loader: of this process's rows.
+      place: puts a local batch on the devices; called in the thread.
     """
-    self.loader, self._put = loader, lambda local: put(local, sharding, batch)
-    self._position: Any = loader.position() if isinstance(loader, pipeline.Loader) else None
-    ahead = grain.experimental.ThreadPrefetchIterDataset(_Ahead(loader, self._put), prefetch_buffer_size=DEPTH)
+    self.loader, self.place, self.tokens = loader, place, 0
+    self._position = loader.position()
+    ahead = grain.experimental.ThreadPrefetchIterDataset(_Ahead(loader, place), prefetch_buffer_size=DEPTH)
     self._iterators = pipeline.closing(self, ahead.__iter__())
-    self._iterators[0].start_prefetch()  # the first batches are read while the step compiles
-    self._shared_end = isinstance(loader, pipeline.Loader) and loader.finite and jax.process_count() > 1
+    self._iterators[0].start_prefetch()
+    self._together = loader.finite and jax.process_count() > 1
 
   def __iter__(self) -> 'Feed':
     return self
 
   def __next__(self) -> dict[str, jax.Array]:
-    batch = next(self._iterators[0], None) if self._iterators else None
-    if self._shared_end:  # the data of one process may end before another's: they all go on until the last one's has
-      ended = multihost_utils.process_allgather(
-        np.array([batch is None, 0 if batch is None else batch['tokens'].shape[1]])
-      )
-      if not ended[:, 0].all() and batch is None:
-        rows = self.loader.slots.stop - self.loader.slots.start
+    batch, self.tokens = (next(self._iterators[0], None) if self._iterators else None) or (None, 0)
+    if self._together:  # the data of one process may end before another's: they all go on until the last one's has
+      ended = multihost_utils.process_allgather(np.array([batch is None]))
+      if batch is None and not ended.all():
         batches, cursor = self._position
         self._position = batches + 1, cursor
-        return self._put(packing.empty(rows, int(ended[:, 1].max())))
+        return self.place(packing.empty(self.loader.slots.stop - self.loader.slots.start, self.loader.rows.length))
     if batch is None:
       raise StopIteration
     self._position = self._iterators[0].get_state()['position']
     return batch
 
-  def state(self) -> dict[str, Any]:
-    """See pipeline.Loader.state."""
-    return self.loader.state(self._position)
+  def position(self) -> tuple[int, np.ndarray]:
+    """See pipeline.Loader.position."""
+    return self._position
 
-  def report(self) -> dict[str, Any]:
+  def state(self, position: tuple[int, np.ndarray] | None = None) -> dict[str, Any]:
+    """See pipeline.Loader.state."""
+    return self.loader.state(position or self._position)
+
+  def report(self, position: tuple[int, np.ndarray] | None = None) -> dict[str, Any]:
     """See pipeline.Loader.report."""
-    return self.loader.report(self._position)
+    return self.loader.report(position or self._position)
 
   def close(self) -> None:
     """Ends the thread and the loader's workers."""
     pipeline.close(self._iterators)
-    if isinstance(self.loader, pipeline.Loader):
-      self.loader.close()
+    self.loader.close()
 
   def __enter__(self) -> 'Feed':
     return self
@@ -98,7 +103,7 @@ class Feed:
 
 
 def put(local: packing.Batch, sharding: jax.sharding.Sharding, batch: int) -> dict[str, jax.Array]:
-  """Local rows [b, T] of each process -> global arrays [B, T]."""
+  """Local rows [b, T] of each process -> global arrays [B, T], all sharded alike."""
   return {
     name: jax.make_array_from_process_local_data(sharding, value, (batch, *value.shape[1:]))
     for name, value in local.items()
@@ -108,24 +113,26 @@ def put(local: packing.Batch, sharding: jax.sharding.Sharding, batch: int) -> di
 class _Ahead(grain.IterDataset):
   """What the thread runs through: global batches, with the loader's position as state."""
 
-  def __init__(self, loader: Any, put_batch: Any):
+  def __init__(self, loader: pipeline.Loader, place: Place):
     super().__init__()
-    self.loader, self.put = loader, put_batch
+    self.loader, self.place = loader, place
 
   def __iter__(self) -> grain.DatasetIterator:
-    return _AheadIterator(self.loader, self.put)
+    return _AheadIterator(self.loader, self.place)
 
 
 class _AheadIterator(grain.DatasetIterator):
-  def __init__(self, loader: Any, put_batch: Any):
+  def __init__(self, loader: pipeline.Loader, place: Place):
     super().__init__()
-    self._loader, self._put, self._batches = loader, put_batch, iter(loader)
+    self._loader, self._place = loader, place
 
-  def __next__(self) -> dict[str, jax.Array]:
-    return self._put(next(self._batches))
+  def __next__(self) -> tuple[dict[str, jax.Array], int]:
+    local = next(self._loader)
+    tokens = int(np.count_nonzero(local['segments'])) if 'segments' in local else local['tokens'].size
+    return self._place(local), tokens
 
   def get_state(self) -> dict[str, Any]:
-    return {'position': self._loader.position() if isinstance(self._loader, pipeline.Loader) else None}
+    return {'position': self._loader.position()}
 
   def set_state(self, state: dict[str, Any]) -> None:
     raise NotImplementedError('build the loader with a state instead')

@@ -29,7 +29,7 @@ PROGRAM = """
   words = tokenizer.load('byte')
   loader = pipeline.build(settings, batch=4, length=16, tokenizer=words, process=process, processes=processes)
   total = jax.jit(lambda batch: batch['weights'].sum())
-  with feed.Feed(loader, sharding, batch=4) as batches:
+  with feed.Feed(loader, lambda local: feed.put(local, sharding, 4)) as batches:
     weights = [float(total(batch)) for batch in batches]
     print(json.dumps([process, weights, batches.state(), loader.report()['batches']]))
 """

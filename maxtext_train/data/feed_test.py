@@ -30,10 +30,14 @@ def build(tmp_path):
 
   def build(state=None, **change):
     settings = data_config.Config(source='jsonl', paths=(f'{tmp_path}/a.jsonl',), **change)
-    split = 'heldout' if change.pop('held', False) else 'train'
-    return pipeline.build(settings, batch=4, length=8, tokenizer=_Words(), state=state, split=split)
+    return pipeline.build(settings, batch=4, length=8, tokenizer=_Words(), state=state)
 
   return build
+
+
+@pytest.fixture(scope='module')
+def place(sharding):
+  return lambda local: feed.put(local, sharding, 4)
 
 
 @pytest.fixture(scope='module')
@@ -41,11 +45,15 @@ def sharding():
   return jax.sharding.NamedSharding(jax.make_mesh((1,), ('rows',)), jax.sharding.PartitionSpec('rows'))
 
 
-def test_batches_are_the_loaders_on_devices(build, sharding):
-  with feed.Feed(build(at_end='stop'), sharding, batch=4) as batches:
-    seen = list(batches)
+def test_batches_are_the_loaders_on_devices(build, place, sharding):
+  with feed.Feed(build(at_end='stop'), place) as batches:
+    seen, tokens = [], []
+    for batch in batches:
+      seen.append(batch)
+      tokens.append(batches.tokens)
   expected = list(build(at_end='stop'))
   assert len(seen) == len(expected) > 5
+  assert tokens == [(b['segments'] > 0).sum() for b in expected]
   for got, want in zip(seen, expected):
     assert got.keys() == want.keys()
     for name in want:
@@ -53,11 +61,11 @@ def test_batches_are_the_loaders_on_devices(build, sharding):
       np.testing.assert_array_equal(got[name], want[name])
 
 
-def test_the_state_is_that_of_the_batches_handed_out(build, sharding):
+def test_the_state_is_that_of_the_batches_handed_out(build, place):
   """D7: however far the thread has read ahead."""
   whole = [b['tokens'].tolist() for b in build(at_end='stop')]
   for k in range(5):
-    with feed.Feed(build(at_end='stop'), sharding, batch=4) as batches:
+    with feed.Feed(build(at_end='stop'), place) as batches:
       for _ in range(k):
         next(batches)
       deadline = time.monotonic() + 10
@@ -69,16 +77,16 @@ def test_the_state_is_that_of_the_batches_handed_out(build, sharding):
     assert [b['tokens'].tolist() for b in build(state, at_end='stop')] == whole[k:]
 
 
-def test_an_error_of_the_thread_reaches_the_step(build, sharding, tmp_path):
+def test_an_error_of_the_thread_reaches_the_step(build, place, tmp_path):
   loader = build()
   (tmp_path / 'a.jsonl').write_text('x' * (tmp_path / 'a.jsonl').stat().st_size)
-  with feed.Feed(loader, sharding, batch=4) as batches, pytest.raises(config.Error, match=r'a\.jsonl:\d+: not JSON'):
+  with feed.Feed(loader, place) as batches, pytest.raises(config.Error, match=r'a\.jsonl:\d+: not JSON'):
     for _ in range(40):
       next(batches)
 
 
-def test_a_closed_feed_ends(build, sharding):
-  batches = feed.Feed(build(), sharding, batch=4)
+def test_a_closed_feed_ends(build, place):
+  batches = feed.Feed(build(), place)
   next(batches)
   batches.close()
   batches.close()

@@ -26,7 +26,7 @@ PROGRAM = """
     settings = config.Config(workers=2)
     loader = pipeline.build(settings, batch=8, length=128, tokenizer=tokenizer.load('byte'))
     sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ('rows',)), jax.sharding.PartitionSpec('rows'))
-    batches = feed.Feed(loader, sharding, batch=8)
+    batches = feed.Feed(loader, lambda local: feed.put(local, sharding, 8))
     print('starting', flush=True)
     next(batches)
     print('started', flush=True)
