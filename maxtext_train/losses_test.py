@@ -27,7 +27,11 @@ def numbers(seed=0):
   rng = np.random.default_rng(seed)
   x, w = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(V, D)).astype(np.float32)
   weights = np.asarray([[1, 0, 2, 0.5, 1, 0], [0, 1, 1, 1, 0, 0]], np.float32)
-  batch = dict(tokens=np.zeros((B, T), np.int32), targets=rng.integers(0, V, (B, T), dtype=np.int32), weights=weights)
+  batch = {
+    'tokens': np.zeros((B, T), np.int32),
+    'targets': rng.integers(0, V, (B, T), dtype=np.int32),
+    'weights': weights,
+  }
   return x, w, batch
 
 
@@ -97,7 +101,7 @@ def test_resolve():
   assert losses.resolve(losses.Chunk.TOKENS, 8) == 'tokens'
 
 
-@pytest.mark.parametrize('settings', [dict(chunks=0), dict(z_loss=-1.0)])
+@pytest.mark.parametrize('settings', [{'chunks': 0}, {'z_loss': -1.0}])
 def test_check_names_the_field(settings):
   with pytest.raises(config.Error, match=f'{next(iter(settings))}='):
     losses.Config(**settings).check()
@@ -109,7 +113,7 @@ def test_logits_are_never_whole(chunk):
   rows, length, width, vocab = 4, 1024, 64, 32768
   shapes = jax.ShapeDtypeStruct((rows, length, width), jnp.float32), jax.ShapeDtypeStruct((vocab, width), jnp.float32)
   ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-  batch = dict(tokens=ids, targets=ids, weights=jax.ShapeDtypeStruct((rows, length), jnp.float32))
+  batch = {'tokens': ids, 'targets': ids, 'weights': jax.ShapeDtypeStruct((rows, length), jnp.float32)}
 
   def total(x, w, batch):
     return losses.next_token(Model(x, w), batch, chunk=chunk, chunks=losses.pieces(losses.Config(), chunk)).total

@@ -1,4 +1,5 @@
 import functools
+import os
 import subprocess
 import sys
 
@@ -51,7 +52,7 @@ def test_adamw_against_float64(b1, b2):
   moments = transform.init(values)
   for g, rate in zip(grads, rates):
     direction, moments = transform.update({'w': jnp.asarray(g, jnp.float32)}, moments, values, applied=jnp.array(True))
-    values = jax.tree.map(lambda p, d: p - np.float32(rate) * d, values, direction)
+    values = jax.tree.map(lambda p, d, r=rate: p - np.float32(r) * d, values, direction)
   expected = adamw(p, grads, rates, b1, b2, 1e-8, 0.1)
   np.testing.assert_allclose(values['w'], expected, rtol=0, atol=2e-6)
 
@@ -60,7 +61,10 @@ def test_same_as_optax():
   """The fused transformation is optax's own AdamW, for those who know that one."""
   rng = np.random.default_rng(1)
   values = {'w': jnp.asarray(rng.normal(size=(5,)), jnp.float32)}
-  ours, theirs = optimizer.build(optimizer.Config(no_decay=()), values), optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=0.1)
+  ours, theirs = (
+    optimizer.build(optimizer.Config(no_decay=()), values),
+    optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=0.1),
+  )
   mine, other = ours.init(values), theirs.init(values)
   for _ in range(5):
     g = {'w': jnp.asarray(rng.normal(size=(5,)), jnp.float32)}
@@ -108,10 +112,16 @@ def test_pattern_that_matches_nothing_is_an_error():
 
 
 @pytest.mark.parametrize(
-  'pattern, expected', [('norm', True), ('mixer_norm', True), ('stack.*.w', True), ('or', False), ('blocks.0', True), ('0', True),
-                        ('mixer', True), ('*_norm', True), ('ix', False)])  # fmt: skip
-def test_matches(pattern, expected):
-  assert optimizer.matches(pattern, 'stack.segments.0.blocks.0.mixer_norm.w') is expected
+  'pattern',
+  ['norm', 'mixer_norm', 'stack.*.w', 'blocks.0', '0', 'mixer', '*_norm', 'stack.segments.0.blocks.0.mixer_norm.w'],
+)
+def test_matches(pattern):
+  assert optimizer.matches(pattern, 'stack.segments.0.blocks.0.mixer_norm.w')
+
+
+@pytest.mark.parametrize('pattern', ['or', 'ix', 'mixer.norm', 'block', 'stack', ''])
+def test_does_not_match(pattern):
+  assert not optimizer.matches(pattern, 'segments.0.blocks.0.mixer_norm.w')
 
 
 RATES = {
@@ -163,7 +173,9 @@ for dtype in (jnp.float32, jnp.bfloat16):
     assert set(metrics.values()) == {jnp.dtype('float32')}, (name, metrics)
 print('same')
 """
-  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False, env=None)
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([*sys.path, ''])}
+  command = [sys.executable, '-c', code]
+  done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
   assert done.stdout.strip() == 'same', done.stderr[-2000:]
 
 
@@ -195,7 +207,7 @@ def test_update_is_done_in_place():
   assert compiled.as_text().count(' copy(') <= 1  # of the count
 
 
-@pytest.mark.parametrize('settings', [dict(b1=1.0), dict(b2=-0.1), dict(eps=0.0), dict(weight_decay=-1.0), dict(clip=0.0)])
+@pytest.mark.parametrize('settings', [{'b1': 1.0}, {'b2': -0.1}, {'eps': 0.0}, {'weight_decay': -1.0}, {'clip': 0.0}])
 def test_check_names_the_field(settings):
   with pytest.raises(config.Error, match=f'{next(iter(settings))}='):
     optimizer.Config(**settings).check()

@@ -52,7 +52,15 @@ def test_last_update_has_the_final_fraction(kind, updates):
   last = trace(updates, [updates - 1], kind=schedule.Kind(kind), peak=3e-4, warmup=0, final=0.25, decay=1.0)
   assert last == pytest.approx([0.25 * 3e-4], rel=1e-5)
   if updates > 2:
-    before = trace(updates, [updates - 1 - max(updates // 100, 1)], kind=schedule.Kind(kind), peak=3e-4, warmup=0, final=0.25, decay=1.0)
+    before = trace(
+      updates,
+      [updates - 1 - max(updates // 100, 1)],
+      kind=schedule.Kind(kind),
+      peak=3e-4,
+      warmup=0,
+      final=0.25,
+      decay=1.0,
+    )
     assert before[0] > last[0]
 
 
@@ -61,7 +69,7 @@ def test_last_update_has_the_final_fraction(kind, updates):
 def test_two_processes_see_the_trace_of_one(kind, stop):
   """E17, E18, E19: the rate is a function of the update index alone: a resume, at the end of the warm-up (3), in the
   middle or before the last update, and a resume of that, continue the trace; nothing is saved, nothing can lag."""
-  settings = dict(kind=schedule.Kind(kind), peak=1e-3, warmup=3)
+  settings = {'kind': schedule.Kind(kind), 'peak': 1e-3, 'warmup': 3}
   whole = trace(N, **settings)
   parts = trace(N, range(stop), **settings)
   for again in range(3):  # three resumes that make no progress but the last
@@ -78,8 +86,8 @@ def test_default_warmup_is_a_fiftieth():
 @pytest.mark.parametrize(
   'settings, words',
   [
-    (dict(warmup=11), 'warmup=11 do not fit a run of 10 updates'),
-    (dict(kind=schedule.Kind.WSD, warmup=6, decay=0.5), 'warmup=6 and a decay over 5 do not fit'),
+    ({'warmup': 11}, 'warmup=11 do not fit a run of 10 updates'),
+    ({'kind': schedule.Kind.WSD, 'warmup': 6, 'decay': 0.5}, 'warmup=6 and a decay over 5 do not fit'),
   ],
 )
 def test_horizon_too_short(settings, words):
@@ -87,7 +95,9 @@ def test_horizon_too_short(settings, words):
     schedule.build(schedule.Config(**settings), N)
 
 
-@pytest.mark.parametrize('settings', [dict(peak=-1.0), dict(peak=math.nan), dict(final=1.5), dict(decay=-0.1), dict(warmup=-1)])
+@pytest.mark.parametrize(
+  'settings', [{'peak': -1.0}, {'peak': math.nan}, {'final': 1.5}, {'decay': -0.1}, {'warmup': -1}]
+)
 def test_check_names_the_field(settings):
   with pytest.raises(config.Error, match=f'{next(iter(settings))}='):
     schedule.Config(**settings).check()

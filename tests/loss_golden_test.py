@@ -1,4 +1,4 @@
-"""Five updates of tiny models equal those of an independent program (tests/golden/make_loss_golden.py), number by number."""
+"""Five updates of tiny models, number by number those of an independent program (tests/golden/make_loss_golden.py)."""
 
 import functools
 
@@ -19,16 +19,14 @@ from tests.golden import loss_golden as settings
 DECAY = optimizer.Config(
   b1=settings.B1, b2=settings.B2, eps=settings.EPS, weight_decay=settings.DECAY, clip=settings.CLIP
 )
-RATE = schedule.Config(
-  kind=schedule.Kind.COSINE, peak=settings.PEAK, warmup=settings.WARMUP, final=settings.FINAL
-)
+RATE = schedule.Config(kind=schedule.Kind.COSINE, peak=settings.PEAK, warmup=settings.WARMUP, final=settings.FINAL)
 
 
 @pytest.mark.parametrize('case', settings.CASES)
 @pytest.mark.parametrize('scan, accumulate, chunk', [(False, 1, 'tokens'), (True, 2, 'vocabulary')])
 def test_five_updates(case, scan, accumulate, chunk, tmp_path):
-  """C1, C2, C3, C10, E20: loss, gradient norm and learning rate of five AdamW updates with uneven rows, clip and decay, as
-  computed in float64 by PyTorch, which accumulates two micro-batches."""
+  """C1, C2, C3, C10, E20: loss, gradient norm and learning rate of five AdamW updates with uneven rows, clip and decay,
+  as computed in float64 by PyTorch, which accumulates two micro-batches."""
   _, model = checkpoint.load(golden.directory(case, tmp_path), scan=scan)
   mesh, rules = sharding.mesh(jax.devices()[:1]), sharding.PRESETS['fsdp']
   with sharding.use(mesh, rules):

@@ -55,9 +55,7 @@ def train(case):
     total = 0.0
     for rows in (slice(0, 2), slice(2, 4)):
       logits = model(batch['tokens'][rows].long()).logits
-      nats = torch.nn.functional.cross_entropy(
-        logits.transpose(1, 2), batch['targets'][rows].long(), reduction='none'
-      )
+      nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch['targets'][rows].long(), reduction='none')
       loss = (nats * batch['weights'][rows].double()).sum()
       loss.backward()
       total += loss.item()
