@@ -1,0 +1,74 @@
+"""Every combination of the hand-written step's switches: which one is its best on this machine.
+
+    python -m tests.benchmarks.twin_sweep --workload=W1 --rounds=3
+
+Combinations are run one after the other, `rounds` times over, and ranked by the median of processor seconds a step (what
+others do on the machine changes that least); tokens a second stand beside it. 96 combinations take about 40 s each on W2:
+`--finalists` reruns the best few for longer.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+
+from tests.benchmarks import measure
+
+SWITCHES = {
+  'layers': ('scan', 'unroll'),
+  'attn': ('manual', 'sdpa', 'chunk', 'bhsd'),
+  'ce': ('full', 'chunk_remat', 'fused'),
+  'opt': ('hand', 'optax'),
+  'ce_chunks': ('2', '4', '8'),
+}
+
+
+def combinations():
+  """Command lines; the number of chunks only where there are chunks. Rematerialisation computes more and never wins."""
+  for values in itertools.product(*SWITCHES.values()):
+    chosen = dict(zip(SWITCHES, values))
+    if chosen['ce'] == 'full' and chosen['ce_chunks'] != '4':
+      continue
+    yield ' '.join(f'--{name} {value}' for name, value in chosen.items())
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--workload', default='W1')
+  parser.add_argument('--allocator', default='jemalloc', choices=measure.ALLOCATORS)
+  parser.add_argument('--rounds', type=int, default=1)
+  parser.add_argument('--steps', type=int, default=6)
+  parser.add_argument('--finalists', type=int, default=4)
+  parser.add_argument('--final_rounds', type=int, default=3)
+  parser.add_argument('--only', default='', help='run combinations that contain all of these words')
+  flags = parser.parse_args()
+  chosen = [c for c in combinations() if all(word in c.split() for word in flags.only.split())]
+  if not chosen:
+    parser.error(f'--only={flags.only}: no combination has all of these')
+
+  def ranked(candidates, rounds, steps):
+    sides = {c: lambda c=c: measure.twin(flags.workload, flags.allocator, steps=steps, switches=c) for c in candidates}
+    rows = measure.interleaved(sides, rounds)
+    cpu, tokens = measure.median(rows, 'cpu_s_per_step'), measure.median(rows, 'tokens_per_s')
+    others = statistics.mean(row['others'] for of in rows.values() for row in of)
+    return [(cpu[c], tokens[c], c) for c in sorted(candidates, key=cpu.get)], others
+
+  table, others = ranked(chosen, flags.rounds, flags.steps)
+  for cpu, tokens, switches in table:
+    print(f'{cpu:8.3f} cpu-s  {tokens:9.1f} tokens/s  {switches}', file=sys.stderr)
+  finals, final_others = ranked([row[2] for row in table[: flags.finalists]], flags.final_rounds, 2 * flags.steps)
+  measure.print_line(
+    benchmark='twin_sweep',
+    workload=flags.workload,
+    allocator=flags.allocator,
+    best=finals[0][2],
+    combinations=len(chosen),
+    finalists=[{'switches': c, 'cpu_s_per_step': cpu, 'tokens_per_s': tokens} for cpu, tokens, c in finals],
+    worst=table[-1][2],
+    worst_cpu_s_per_step=table[-1][0],
+    others={'sweep': others, 'finals': final_others},
+  )
+
+
+if __name__ == '__main__':
+  main()
