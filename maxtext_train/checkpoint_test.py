@@ -78,7 +78,9 @@ def test_a_failed_write_surfaces_as_itself_and_nothing_half_is_listed(tmp_path, 
   assert store.steps() == [3, 5]
 
 
-@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), ValueError('tensorstore: No space left on device')])
+@pytest.mark.parametrize(
+  'error', [OSError(28, 'No space left on device'), ValueError('tensorstore: No space left on device')]
+)
 def test_a_full_disk_is_one_line_and_harms_nothing(tmp_path, monkeypatch, error):
   store = checkpoint.Checkpoints(tmp_path)
   save(store, 3, wait=True)
@@ -148,7 +150,10 @@ def test_another_shape_is_an_error_that_lists_the_leaves(tmp_path):
   """E1: missing, extra and mismatched leaves, the first ten and how many."""
   store = checkpoint.Checkpoints(tmp_path)
   there = {f'layer{i}': jnp.zeros((2, 3)) for i in range(16)} | {'wide': jnp.zeros(4), 'fine': jnp.zeros(1)}
-  here = {f'block{i}': jnp.zeros((2, 3)) for i in range(12)} | {'wide': jnp.zeros(5), 'fine': jnp.zeros(1, jnp.bfloat16)}
+  here = {f'block{i}': jnp.zeros((2, 3)) for i in range(12)} | {
+    'wide': jnp.zeros(5),
+    'fine': jnp.zeros(1, jnp.bfloat16),
+  }
   store.save(1, {'optimizer': there}, {}, wait=True)
   with pytest.raises(config.Error) as error:
     store.restore(1, {'optimizer': here})

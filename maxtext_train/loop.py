@@ -140,7 +140,7 @@ class _Reader:
 
 def sound(metrics: dict[str, Any]) -> bool:
   """Whether loss and gradient of a step are finite. A batch without weight has no loss and is sound."""
-  return not metrics['weight'] > 0 or (math.isfinite(metrics['loss']) and math.isfinite(metrics['grad_norm']))
+  return metrics['weight'] == 0 or (math.isfinite(metrics['loss']) and math.isfinite(metrics['grad_norm']))
 
 
 def _number(value):

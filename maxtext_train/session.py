@@ -40,6 +40,9 @@ from maxtext_train import state as states
 from maxtext_train.data import pipeline
 
 
+_LOCK = 'lock'
+
+
 @contextlib.contextmanager
 def open_run(settings, folder):
   """The run in `folder`, which no other process may train at the same time.
@@ -76,8 +79,8 @@ class Run:
     if self.told and self.told['rng'] != self._rng():
       raise config.Error(f'config.seed={settings.seed}, but {folder} was started with seed {self.told["rng"]["seed"]}')
     self.card = card(settings, self.checkpoints.path(newest) if newest is not None else None)
-    self._loader, self._tokenizer, self._parts = None, None, None
-    self._rate, self._began = None, time.monotonic()
+    self._loader, self._held, self._tokenizer, self._parts, self._plan = None, None, None, None, None
+    self._began = time.monotonic()
 
   @property
   def complete(self):
@@ -95,6 +98,8 @@ class Run:
     self._tokenizer = tokenizer(self.settings, self.card)
     state = json.loads((self.checkpoints.path(self.resumed) / 'data.json').read_text()) if self.told else None
     self._loader = loader(self.settings, self.card, self._tokenizer, state)
+    if self.settings.evaluate.every:
+      self._held = loader(self.settings, self.card, self._tokenizer, split='heldout')
     return loop.Data(self._loader, self._loader.position())
 
   def begin(self, parts):
@@ -145,9 +150,9 @@ class Run:
 
   def evaluation(self, parts, stop, say):
     """The evaluation hook, if there is evaluation."""
-    if not self.settings.evaluate.every:
+    if self._held is None:
       return []
-    held = loader(self.settings, self.card, self._tokenizer, split='heldout')
+    held = self._held
     go_on = lambda: not stop.requested
 
     def measure(params):
@@ -395,7 +400,7 @@ def _refuse_foreign(folder):
       f'--workdir={folder} holds exported weights, which cannot be resumed; start from them with '
       f'--config.init_from={folder} and another --workdir'
     )
-  if names and not names & {'config.txt', 'checkpoints', 'lock'}:
+  if names and not names & {'config.txt', 'checkpoints', _LOCK}:
     raise config.Error(f'--workdir={folder} is not empty and no run directory: it holds {sorted(names)[0]}')
 
 
@@ -403,7 +408,7 @@ def _refuse_foreign(folder):
 def _lock(folder):
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / 'lock', 'a+')
+    file = open(folder / _LOCK, 'a+')
   except OSError as error:
     raise config.Error(f'--workdir={folder}: {error.strerror}') from error
   with file:
@@ -411,7 +416,12 @@ def _lock(folder):
       fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise config.Error(f'--workdir={folder}: another process is training this run') from None
-    yield
+    try:
+      yield
+    finally:
+      if [p.name for p in folder.iterdir()] == [_LOCK]:  # nothing came of it: leave nothing
+        (folder / _LOCK).unlink()
+        folder.rmdir()
 
 
 def _program(module):

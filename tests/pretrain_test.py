@@ -1,0 +1,215 @@
+"""One whole run, looked at from all sides, and what resuming it gives."""
+
+import contextlib
+import io
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_layers import config
+from maxtext_models import checkpoint as models
+from maxtext_train import checkpoint
+from maxtext_train import pretrain
+from maxtext_train import report
+from tests import tiny_run
+
+NAMES = 'step loss lm_loss grad_norm learning_rate step_seconds tokens_per_second mfu tokens_seen epoch'.split()
+_CLOCK = ('step_seconds', 'tokens_per_second')
+
+
+def train(settings, folder):
+  """In this process. -> what it printed."""
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    assert pretrain.train(settings, folder) == 0
+  return out.getvalue()
+
+
+def lines(folder):
+  return [{k: v for k, v in row.items() if k not in _CLOCK} for row in report.read(folder / 'metrics.jsonl')]
+
+
+def arrays(step):
+  """Every array of a checkpoint, by item and name."""
+  leaves = checkpoint.committed(step)['leaves']
+  return {(item, name): models.Reader(step / item)(name) for item in leaves for name in leaves[item]}
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+  return tmp_path_factory.mktemp('runs')
+
+
+@pytest.fixture(scope='module')
+def whole(base):
+  """Ten steps in one go, two data workers."""
+  out = train(tiny_run.settings(base, data__workers=2), base / 'whole')
+  return base / 'whole', out
+
+
+def test_the_run_directory(whole):
+  """Everything that the run directory is said to hold, and what is in it."""
+  folder, out = whole
+  assert {p.name for p in folder.iterdir()} >= {
+    'config.txt', 'manifest.json', 'metrics.jsonl', 'eval.jsonl', 'tensorboard', 'checkpoints', 'report.html', 'tokenizer',
+  }  # fmt: skip
+  rows = report.read(folder / 'metrics.jsonl')
+  assert [row['step'] for row in rows] == list(range(1, 11))
+  assert all(list(row)[:10] == NAMES for row in rows)
+  assert rows[0]['loss'] == pytest.approx(np.log(259), abs=0.5)  # nothing is known yet: a guess among 259 ids
+  assert rows[-1]['loss'] < rows[0]['loss']
+  assert rows[0]['learning_rate'] == pytest.approx(0.5e-2) and rows[-1]['learning_rate'] == pytest.approx(1e-3)
+  assert rows[-1]['tokens_seen'] == 10 * 4 * 32 and rows[-1]['mfu'] is None
+  assert rows[0]['tokens_per_second'] == pytest.approx(4 * 32 / rows[0]['step_seconds'])
+  evals = report.read(folder / 'eval.jsonl')
+  assert [row['step'] for row in evals] == [4, 8, 10] and list(evals[0]) == ['step', 'eval_loss', 'eval_tokens']
+  assert (folder / 'config.txt').read_text() == config.dump(tiny_run.settings(folder.parent, data__workers=2))
+  assert f'{folder}: step 10' in out and '--config.steps=20' in out and 'maxtext_models.generate' in out
+
+
+def test_the_manifest_says_what_was_resolved(whole):
+  """B8, B9: the document mask, kernel and packing that were in force are stored with the run; the default is isolation."""
+  told = json.loads((whole[0] / 'manifest.json').read_text())
+  assert told['versions']['jax'] == jax.__version__ and told['python'] and 'commit' in told
+  plan = told['plan']
+  assert plan['masks'] == 'causal; documents are isolated, padding is masked'
+  assert plan['kernels'] == {'attention': 'chunked'} and 'isolated' in plan['data']['documents']
+  assert plan['mesh'] == {'preset': 'fsdp', 'data': 1, 'fsdp': 1, 'tensor': 1}
+  assert plan['allocator']['name'] and plan['memory']['temporary'] > 0
+  assert 'embed.w' in plan['does_not_decay'] and any('mixer.q' in path for path in plan['decays'])
+
+
+def test_a_step_of_the_run_is_a_native_checkpoint(whole):
+  """Every program that takes a checkpoint takes the run; --inspect shows where it stands (D6)."""
+  assert models.kind(whole[0]) == 'run' and models.kind(whole[0] / 'checkpoints' / '5') == 'native'
+  card, model = models.load(whole[0])
+  assert card.name == 'tiny' and model.logits(model.hidden(np.array([[65, 66]]))[0]).shape == (1, 2, 259)
+  told = models.describe(whole[0])
+  notes = json.loads((whole[0] / 'checkpoints' / '10' / 'train.json').read_text())
+  for name in ('step', 'epoch', 'records_consumed', 'next_record', 'learning_rate'):
+    assert told[name] == notes[name]
+  assert notes['step'] == 10 and notes['learning_rate'] == pytest.approx(1e-3)
+  assert models.tokenizer_files(whole[0]) == str(whole[0] / 'tokenizer')
+
+
+def test_tensorboard_holds_the_curves(whole):
+  """Read back from the event files' own records."""
+  found = {}
+  for file in sorted((whole[0] / 'tensorboard').iterdir()):
+    for step, name, value in events(file):
+      found.setdefault(name, {})[step] = value
+  rows = report.read(whole[0] / 'metrics.jsonl')
+  assert found['train/loss'] == pytest.approx({row['step']: row['loss'] for row in rows})
+  assert found['train/learning_rate'] == pytest.approx({row['step']: row['learning_rate'] for row in rows})
+  assert sorted(found['eval/loss']) == [4, 8, 10]
+
+
+def events(path):
+  """(step, tag, value) of an event file: records of length, checksum, protocol buffer, checksum."""
+  from tensorboardX.proto import event_pb2
+
+  raw, at = path.read_bytes(), 0
+  while at < len(raw):
+    size = int.from_bytes(raw[at : at + 8], 'little')
+    event = event_pb2.Event.FromString(raw[at + 12 : at + 12 + size])
+    for value in event.summary.value:
+      yield event.step, value.tag, value.simple_value
+    at += 12 + size + 4
+
+
+def test_ten_steps_are_five_and_a_new_process_and_five(whole, base):
+  """D5, E12, E17: bit-equal losses, rates, parameters, moments and place in the data, with packing, dropout, accumulation
+  2 and 2 data workers."""
+  folder = base / 'halves'
+  shutil.copytree(whole[0], folder)
+  shutil.rmtree(folder / 'checkpoints' / '10')
+  told = json.loads((folder / 'checkpoints' / '5' / 'train.json').read_text())
+  out, _ = tiny_run.start(base, '--config.data.workers=2', workdir='halves')
+  (line,) = [text for text in out.splitlines() if text.startswith('resumed: ')]
+  assert line == (
+    f'resumed: step 5, epoch 0, records consumed {told["records_consumed"]}, next record {told["next_record"]}, '
+    f'learning rate {told["learning_rate"]:.6g}'
+  )
+  assert told['records_consumed'] > 0 and pathlib.Path(told['next_record']).exists()
+  assert lines(folder) == lines(whole[0])
+  assert report.read(folder / 'eval.jsonl') == report.read(whole[0] / 'eval.jsonl')
+  one, two = arrays(whole[0] / 'checkpoints' / '10'), arrays(folder / 'checkpoints' / '10')
+  assert one.keys() == two.keys() and len(one) > 20
+  for name, value in one.items():
+    assert value.dtype == two[name].dtype and np.array_equal(value, two[name]), name
+  states = [json.loads((f / 'checkpoints' / '10' / 'data.json').read_text()) for f in (whole[0], folder)]
+  assert states[0] == states[1]
+  # once more: nothing is left to do, and that is said without training
+  rows = (folder / 'metrics.jsonl').read_text()
+  assert 'is complete: step 10' in train(tiny_run.settings(base), folder)
+  assert (folder / 'metrics.jsonl').read_text() == rows
+
+
+def test_evaluation_and_workers_change_nothing(whole, base):
+  """I6: train losses are bit-equal without evaluation; D3: and without workers."""
+  train(tiny_run.settings(base, evaluate__every=0), base / 'alone')
+  assert lines(base / 'alone') == lines(whole[0])
+  assert not (base / 'alone' / 'eval.jsonl').exists()
+
+
+def test_weights_to_start_from(whole, base):
+  """E15: init_from is step 0, a fresh optimizer and fresh data; with checkpoints there as well it is an error."""
+  export = base / 'export'
+  card, model = models.load(whole[0], scan=False)
+  models.save(export, card, model)
+  settings = tiny_run.settings(base, init_from=str(export), steps=2, evaluate__every=0, model=None)
+  out = train(settings, base / 'started')
+  assert f'weights: {export}' in out
+  first = json.loads((base / 'started' / 'checkpoints' / '2' / 'train.json').read_text())
+  assert first['step'] == 2 and first['tokens'] == 2 * 4 * 32
+  rows = lines(base / 'started')
+  assert [row['step'] for row in rows] == [1, 2] and rows[0]['learning_rate'] == pytest.approx(0.5e-2)
+  assert rows[0]['loss'] < lines(whole[0])[0]['loss'] - 0.5  # it knows something already
+  assert arrays(base / 'started' / 'checkpoints' / '2')['optimizer', 'optimizer.0.count'] == 2
+  with pytest.raises(
+    config.Error, match='started has checkpoints .newest: step 2.: a run either starts from weights or'
+  ):
+    pretrain.train(settings, base / 'started')
+  with pytest.raises(config.Error, match='export holds exported weights, which cannot be resumed'):
+    pretrain.train(tiny_run.settings(base), export)
+  (base / 'bare' / 'checkpoints').mkdir(parents=True)
+  shutil.copytree(whole[0] / 'checkpoints' / '5', base / 'bare' / 'checkpoints' / '5')
+  (base / 'bare' / 'checkpoints' / '5' / 'train.json').unlink()
+  told = json.loads((base / 'bare' / 'checkpoints' / '5' / 'commit.json').read_text())
+  del told['files']['train.json']
+  (base / 'bare' / 'checkpoints' / '5' / 'commit.json').write_text(json.dumps(told))
+  with pytest.raises(config.Error, match='5 holds weights only and cannot be resumed'):
+    pretrain.train(tiny_run.settings(base), base / 'bare')
+
+
+def test_another_model_does_not_resume(whole, base):
+  """E1: more layers than the checkpoint has; nothing of the run is touched."""
+  settings = tiny_run.settings(base)
+  settings.model.layers = 3
+  before = (whole[0] / 'config.txt').read_text()
+  settings.steps = 12
+  with pytest.raises(config.Error, match=r'10 does not fit the model: 9 missing: layers\.2\.'):
+    pretrain.train(settings, whole[0])
+  assert (whole[0] / 'config.txt').read_text() == before
+
+
+def test_data_that_ends_ends_the_run(base):
+  """D9: repeat or stop is said explicitly; a run whose data stops saves its last step, and no update has weight 0."""
+  settings = tiny_run.settings(base, data__at_end='stop', data__epochs=1, steps=200, evaluate__every=0)
+  out = train(settings, base / 'ended')
+  rows = lines(base / 'ended')
+  assert 'the data ended after step' in out and 10 < len(rows) < 200
+  assert all(row['loss'] is not None and 'skipped' not in row and row['epoch'] == 0 for row in rows)
+  notes = json.loads((base / 'ended' / 'checkpoints' / str(len(rows)) / 'train.json').read_text())
+  assert notes['data_ended'] and notes['next_record'] is None
+  assert 'is complete' in train(settings, base / 'ended')
+
+
+def test_epochs_are_counted(base):
+  """D9: data that repeats says so in the log."""
+  train(tiny_run.settings(base, steps=60, evaluate__every=0, checkpoint__every=0), base / 'again')
+  epochs = [row['epoch'] for row in lines(base / 'again')]
+  assert epochs[0] == 0 and epochs[-1] >= 1 and epochs == sorted(epochs)
