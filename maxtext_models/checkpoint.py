@@ -27,6 +27,8 @@ import typing
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
+
 from maxtext_layers import config
 from maxtext_layers import plan
 from maxtext_models import atomic
@@ -34,7 +36,6 @@ from maxtext_models import decoder
 from maxtext_models import hf
 from maxtext_models import layout
 from maxtext_models import registry
-import numpy as np
 
 FORMAT = 'maxtext-native'
 VERSION = 1
@@ -134,9 +135,13 @@ def finished_steps(run) -> list[int]:
 def tokenizer_files(directory) -> str | None:
   """The directory that holds the tokenizer files of a checkpoint, or None."""
   candidates = [directory, os.path.join(directory, TOKENIZER)]
-  candidates.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(directory))), TOKENIZER))  # RUN of a STEP
+  candidates.append(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(directory))), TOKENIZER)
+  )  # RUN of a STEP
   for candidate in candidates:
-    if any(os.path.isfile(os.path.join(candidate, name)) for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')):
+    if any(
+      os.path.isfile(os.path.join(candidate, name)) for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')
+    ):
       return candidate
   return None
 
@@ -224,7 +229,10 @@ def restore_weights(directory, state, segments, *, dtype=None):
   _compare(
     directory,
     {n: (_inner(arrays[s.path][0], s), arrays[s.path][1]) for n, s in there.items()},
-    {n: (_inner(leaves[s.path].get_value().shape, s), np.dtype(leaves[s.path].get_value().dtype)) for n, s in here.items()},
+    {
+      n: (_inner(leaves[s.path].get_value().shape, s), np.dtype(leaves[s.path].get_value().dtype))
+      for n, s in here.items()
+    },
     compare_dtypes=dtype is None,
   )
   reader = Reader(os.path.join(directory, WEIGHTS))
@@ -265,7 +273,7 @@ class Reader:
 
 
 def gather(reader, slots, wanted, index):
-  """The part `index` of an array whose layers lie in `slots` of the files."""
+  """The part `index` (a slice an axis) of the array `wanted`, whose layers, in order, lie in `slots` of what `reader` reads."""
   if slots[0].repeat is None:
     return reader('.'.join(slots[0].path), index)
   rows = range(wanted.shape[0])[index[0]]
@@ -390,7 +398,9 @@ def describe(directory) -> dict:
     for item in ('train.json', 'data.json'):
       if os.path.exists(path := os.path.join(newest, item)):
         result |= {k: v for k, v in _read_json(path).items() if isinstance(v, (int, float, str))}
-  numbers = {k: getattr(card, k) for k in ('layers', 'd_model', 'heads', 'kv_heads', 'head_dim', 'vocab', 'context', 'tied')}
+  numbers = {
+    k: getattr(card, k) for k in ('layers', 'd_model', 'heads', 'kv_heads', 'head_dim', 'vocab', 'context', 'tied')
+  }
   tokenizer = tokenizer_files(directory)
   return {**result, 'name': card.name, 'parameters': card.parameters(), **numbers, 'tokenizer': tokenizer or 'none'}
 

@@ -10,12 +10,15 @@ A run directory counts as native: its newest checkpoint is taken. Tokenizer file
 import time
 
 from absl import flags
+
 from maxtext_models import program
 
 _SOURCE = flags.DEFINE_string('source', None, 'HF directory, native checkpoint or run directory.', allow_override=True)
 _TARGET = flags.DEFINE_string('target', None, 'Directory to make; must not exist or be empty.', allow_override=True)
 _TO = flags.DEFINE_enum('to', None, ['native', 'hf'], 'What to make.', allow_override=True)
-_FORMAT = flags.DEFINE_enum('source_format', 'auto', ['auto', 'hf', 'native'], 'What the source is.', allow_override=True)
+_FORMAT = flags.DEFINE_enum(
+  'source_format', 'auto', ['auto', 'hf', 'native'], 'What the source is.', allow_override=True
+)
 _INSPECT = flags.DEFINE_bool('inspect', False, 'Print what the source holds and stop.', allow_override=True)
 
 
@@ -51,7 +54,10 @@ def main(args):
       print(line)
   card, model = checkpoint.load(source)
   files = checkpoint.tokenizer_files(source)
-  print(f'  {type(card).__name__} {card.name}'.rstrip() + f', {card.parameters():,} parameters, {card.layers} layers', flush=True)
+  print(
+    f'  {type(card).__name__} {card.name}'.rstrip() + f', {card.parameters():,} parameters, {card.layers} layers',
+    flush=True,
+  )
   if to == 'native':
     checkpoint.save(target, card, model, files or (source if kind == 'hf' else None))
   else:

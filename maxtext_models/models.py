@@ -1,10 +1,11 @@
 """Which models are known by name, and what one is.
 
-    python -m maxtext_models.models
-    python -m maxtext_models.models --name=qwen3-0.6b
+python -m maxtext_models.models
+python -m maxtext_models.models --name=qwen3-0.6b
 """
 
 from absl import flags
+
 from maxtext_models import program
 
 _NAME = flags.DEFINE_string('name', None, 'Show this model: card, blocks, scan plan.', allow_override=True)
@@ -31,7 +32,9 @@ def _show(card):
 
   from maxtext_layers import plan
 
-  print(f'{card.name}: {type(card).__name__}, {card.parameters():,} parameters, {card.matmul_parameters():,} of them in matmuls')
+  print(
+    f'{card.name}: {type(card).__name__}, {card.parameters():,} parameters, {card.matmul_parameters():,} of them in matmuls'
+  )
   print(f'from {card.source}\n')
   print('card')
   for field in dataclasses.fields(card):

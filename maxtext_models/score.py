@@ -10,6 +10,7 @@ import os
 import time
 
 from absl import flags
+
 from maxtext_models import program
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -25,10 +26,11 @@ _DTYPE = flags.DEFINE_enum(
 def main(args):
   """Scores."""
   del args
+  import numpy as np
+
   from maxtext_layers import config
   from maxtext_models import checkpoint
   from maxtext_models import scoring
-  import numpy as np
 
   for flag in (_CHECKPOINT, _TOKENS, _LOGITS):
     if not flag.value:

@@ -4,25 +4,27 @@ Reading order: `scorer`, `compare`; the files: `read_tokens`, `check_tokens`, `c
 """
 
 import errno
+import functools
 import os
 from typing import NamedTuple
 
 from flax import nnx
 import jax
-from maxtext_layers import config
 import numpy as np
+
+from maxtext_layers import config
 
 
 def scorer(model):
-  """A compiled function: int32 [B, T] -> float32 [B, T, V] as numpy."""
+  """A compiled function: int32 [B, T] -> float32 [B, T, V] as numpy. Models of equal build share the compilation."""
   graph, state = nnx.split(model)
+  return lambda tokens: np.asarray(_forward(graph, state, np.asarray(tokens, np.int32)))
 
-  @jax.jit
-  def forward(state, tokens):
-    whole = nnx.merge(graph, state)
-    return whole.logits(whole.hidden(tokens)[0])
 
-  return lambda tokens: np.asarray(forward(state, np.asarray(tokens, np.int32)))
+@functools.partial(jax.jit, static_argnames='graph')
+def _forward(graph, state, tokens):
+  model = nnx.merge(graph, state)
+  return model.logits(model.hidden(tokens)[0])
 
 
 class Difference(NamedTuple):

@@ -10,6 +10,7 @@ Exit code 1 when a threshold is missed.
 """
 
 from absl import flags
+
 from maxtext_models import program
 
 _HF = flags.DEFINE_string('hf', None, 'Hugging Face directory.', allow_override=True)
@@ -18,7 +19,9 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _REFERENCE = flags.DEFINE_string('reference', None, '.npz with tokens and logits.', allow_override=True)
 _MAX_ABS = flags.DEFINE_float('max_abs', 1e-4, 'Largest difference of a logit that passes.', allow_override=True)
-_MAX_KL = flags.DEFINE_float('max_kl', None, 'Largest KL divergence at a position that passes, nats.', allow_override=True)
+_MAX_KL = flags.DEFINE_float(
+  'max_kl', None, 'Largest KL divergence at a position that passes, nats.', allow_override=True
+)
 _MIN_TOP1 = flags.DEFINE_float(
   'min_top1', None, 'Smallest share of positions with the same likeliest id that passes.', allow_override=True
 )
@@ -29,10 +32,11 @@ ROWS, LENGTH = 2, 256  # of random ids, where no reference brings its own
 def main(args):
   """Verifies; 0 or 1."""
   del args
+  import numpy as np
+
   from maxtext_layers import config
   from maxtext_models import checkpoint
   from maxtext_models import scoring
-  import numpy as np
 
   if not _HF.value:
     raise config.Error('flag --hf is needed')
@@ -52,7 +56,9 @@ def main(args):
     if theirs is None:
       ours = scoring.scorer(checkpoint.load(_HF.value, dtype='float32')[1])
       del subjects['hf']
-      print('reference: this forward pass of --hf (transformers is not installed): shows equal weights, not right mathematics')
+      print(
+        'reference: this forward pass of --hf (transformers is not installed): shows equal weights, not right mathematics'
+      )
       reference = lambda row: ours(tokens[row][None])[0]
     else:
       print('reference: transformers, random ids')
@@ -74,7 +80,9 @@ def _report(np, d):
   """Prints one comparison; whether a threshold is missed."""
   row, position = np.unravel_index(d.absolute.argmax(), d.absolute.shape)
   top1 = d.agree.mean()
-  print(f'  max |difference|   {d.absolute.max():.3e}   worst at row {row}, position {position}, id {d.worst[row, position]}')
+  print(
+    f'  max |difference|   {d.absolute.max():.3e}   worst at row {row}, position {position}, id {d.worst[row, position]}'
+  )
   print(f'  KL per position    max {d.kl.max():.3e}   mean {d.kl.mean():.3e} nats')
   print(f'  top-1 agreement    {top1:.4%}')
   print('  by position        max |difference|   max KL')
@@ -94,9 +102,10 @@ def _report(np, d):
 
 def _stored(path, vocab):
   """(tokens [B, T], logits [B, T, V]) of an .npz, checked."""
+  import numpy as np
+
   from maxtext_layers import config
   from maxtext_models import scoring
-  import numpy as np
 
   try:
     with np.load(path, allow_pickle=False) as file:
@@ -121,16 +130,16 @@ def _transformers(directory):
 
   if not all(importlib.util.find_spec(name) for name in ('torch', 'transformers')):
     return None
-  import torch
   import transformers
 
+  # its numbers are made and read without a word of torch, which is its business
   model = transformers.AutoModelForCausalLM.from_pretrained(
-    directory, dtype=torch.float32, attn_implementation='eager', local_files_only=True
+    directory, dtype='float32', attn_implementation='eager', local_files_only=True
   ).eval()
 
   def logits(ids):
-    with torch.no_grad():
-      return model(torch.from_numpy(ids[None].astype('int64'))).logits[0].float().numpy()
+    batch = transformers.BatchEncoding({'input_ids': ids[None].astype('int64')}, tensor_type='pt')
+    return model(**batch).logits[0].detach().float().numpy()
 
   return logits
 

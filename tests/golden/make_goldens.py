@@ -120,7 +120,9 @@ def make(case, weights, kind, fields, rows, length, output):
     output / f'{case}.npz', tokens=tokens.numpy().astype(np.int32), logits=logits,
     loss=np.float64(loss.item()), gradient_norm=np.float64(norm.item()),
   )  # fmt: skip
-  print(f'{case}: logits {logits.shape} std {logits.std():.2f}, loss {loss.item():.4f}, gradient norm {norm.item():.4f}')
+  print(
+    f'{case}: logits {logits.shape} std {logits.std():.2f}, loss {loss.item():.4f}, gradient norm {norm.item():.4f}'
+  )
 
 
 def main():

@@ -1,0 +1,231 @@
+"""Strictness of the Hugging Face engine; that it computes what transformers does is tests/parity_test.py's business."""
+
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxtext_layers import config
+from maxtext_models import checkpoint
+from maxtext_models import hf
+from tests.golden import golden
+
+
+@pytest.fixture(name='make')
+def _make(tmp_path):
+  """make(case, edit of the tensors, changes of config.json) -> directory."""
+
+  def make(case, edit=lambda t: t, **fields):
+    directory = golden.directory(case, tmp_path)
+    tensors = edit(safetensors.numpy.load_file(f'{directory}/model.safetensors'))
+    safetensors.numpy.save_file(tensors, f'{directory}/model.safetensors', metadata={'format': 'pt'})
+    source = json.load(open(f'{directory}/config.json')) | fields
+    json.dump({k: v for k, v in source.items() if v is not None}, open(f'{directory}/config.json', 'w'))
+    return directory
+
+  return make
+
+
+def drop(*names):
+  return lambda tensors: {k: v for k, v in tensors.items() if k not in names}
+
+
+def refused(directory):
+  with pytest.raises(config.Error) as error:
+    hf.load(directory)
+  text = str(error.value)
+  assert '\n' not in text and directory in text
+  return text
+
+
+GATE = 'model.layers.1.mlp.gate_proj.weight'
+
+
+def test_missing_tensor_is_named(make):
+  assert f'lacks {GATE}' in refused(make('llama', drop(GATE)))
+
+
+def test_left_over_tensor_is_named_with_its_file(make):
+  """A8: a source tensor that no row reads."""
+  text = refused(make('llama', lambda t: t | {'model.layers.0.self_attn.q_proj.bias': np.ones(64, np.float32)}))
+  assert 'holds model.layers.0.self_attn.q_proj.bias' in text and 'model.safetensors' in text
+
+
+def test_biases_that_config_json_does_not_speak_of_are_not_lost(make):
+  """A8: attention_bias=false with bias tensors in the file; the first ten are named, the others counted."""
+  text = refused(make('llama_bias', attention_bias=False, mlp_bias=False))
+  assert 'model.layers.0.mlp.down_proj.bias' in text and text.count('proj.bias') == 10 and 'and 4 more' in text
+
+
+def test_biases_that_config_json_promises_must_be_there(make):
+  """A8: the reverse."""
+  text = refused(make('llama_bias', drop('model.layers.1.self_attn.o_proj.bias')))
+  assert 'lacks model.layers.1.self_attn.o_proj.bias' in text
+
+
+def test_wrong_shape_names_tensor_file_and_both_shapes(make):
+  text = refused(make('llama', lambda t: t | {GATE: np.ones((88, 61), np.float32)}))
+  assert GATE in text and '[88, 61]' in text and '[88, 64]' in text and 'model.safetensors' in text
+
+
+def test_vocabulary_of_another_size_is_a_shape_error(make):
+  text = refused(make('llama', vocab_size=160))
+  assert 'model.embed_tokens.weight' in text and '[151, 64]' in text and '[160, 64]' in text
+
+
+def test_tied_without_head_reads_the_table(make):
+  """A13: tie_word_embeddings=true, at the top or nested, and no lm_head.weight."""
+  card, model = hf.load(make('llama_tied'))
+  assert card.tied and model.head is None
+
+
+def test_tied_flag_nested(make):
+  """A13: the flag in text_config."""
+  card, model = hf.load(make('llama_tied', tie_word_embeddings=None, text_config={'tie_word_embeddings': True}))
+  assert card.tied and model.head is None
+
+
+def test_untied_without_head_names_it(make):
+  """A13, A14: no head and tie_word_embeddings=false is an error, never a tie."""
+  text = refused(make('llama', drop('lm_head.weight')))
+  assert 'lacks lm_head.weight' in text and 'tie_word_embeddings=false' in text
+
+
+def test_tied_with_another_head_is_refused(make):
+  """A14: tie_word_embeddings=true and an lm_head.weight that is not the table."""
+  text = refused(make('llama', tie_word_embeddings=True))
+  assert 'lm_head.weight differs from model.embed_tokens.weight' in text and 'tie_word_embeddings=true' in text
+
+
+def test_tied_with_an_equal_head_keeps_the_set_of_tensors(make, tmp_path):
+  """A1, A14: the published Qwen3-0.6B holds the table twice; so does its export."""
+  directory = make('llama_tied', lambda t: t | {'lm_head.weight': t['model.embed_tokens.weight'].copy()})
+  card, model = hf.load(directory)
+  hf.save(tmp_path / 'out', card, model)
+  there, back = (safetensors.numpy.load_file(f'{d}/model.safetensors') for d in (directory, tmp_path / 'out'))
+  assert there.keys() == back.keys() and 'lm_head.weight' in back
+  assert all(there[k].tobytes() == back[k].tobytes() for k in there)
+
+
+def test_tables_that_follow_from_the_config_are_passed_over_and_named(make):
+  name = 'model.layers.0.self_attn.rotary_emb.inv_freq'
+  directory = make('llama', lambda t: t | {name: np.ones(8, np.float32)})
+  hf.load(directory)
+  assert name in hf.remarks(directory)[0]
+
+
+@pytest.mark.parametrize('kind', [np.float16, ml_dtypes.bfloat16])
+def test_weights_keep_the_dtype_of_the_files(make, tmp_path, kind):
+  """A2: bit-equal in the source dtype, also one that numpy does not know; config.json says it."""
+  directory = make('qwen3', lambda t: {k: v.astype(kind) for k, v in t.items()})
+  card, model = hf.load(directory)
+  assert card.dtype == np.dtype(kind).name and model.embed.w[...].dtype == kind and model.dtype == kind
+  hf.save(tmp_path / 'out', card, model)
+  there, back = (safetensors.numpy.load_file(f'{d}/model.safetensors') for d in (directory, tmp_path / 'out'))
+  assert there.keys() == back.keys()
+  assert all(there[k].dtype == back[k].dtype and there[k].tobytes() == back[k].tobytes() for k in there)
+  assert json.load(open(tmp_path / 'out/config.json'))['dtype'] == np.dtype(kind).name
+
+
+def test_mixed_dtypes_stay_mixed(make, tmp_path):
+  norm = 'model.norm.weight'
+  directory = make('qwen3', lambda t: {k: v if k == norm else v.astype(ml_dtypes.bfloat16) for k, v in t.items()})
+  card, model = hf.load(directory)
+  assert card.dtype is None
+  hf.save(tmp_path / 'out', card, model)
+  back = safetensors.numpy.load_file(tmp_path / 'out/model.safetensors')
+  assert {k for k, v in back.items() if v.dtype == np.float32} == {norm}
+
+
+def test_weights_widened_for_training_go_back_to_the_published_dtype(make, tmp_path):
+  """A1: bfloat16 files, float32 in training, bfloat16 files."""
+  directory = make('qwen3', lambda t: {k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()})
+  card, model = hf.load(directory, dtype='float32')
+  assert model.embed.w[...].dtype == np.float32
+  hf.save(tmp_path / 'out', card, model)
+  there, back = (safetensors.numpy.load_file(f'{d}/model.safetensors') for d in (directory, tmp_path / 'out'))
+  assert all(there[k].tobytes() == back[k].tobytes() for k in there)
+
+
+def test_unknown_dtype_is_refused(make):
+  text = refused(make('llama', lambda t: t | {GATE: t[GATE].astype(np.int8)}))
+  assert GATE in text and 'I8' in text
+
+
+def test_many_files_with_an_index(make, tmp_path):
+  """Written in shards, read back in shards; the index names every tensor."""
+  directory = make('qwen3')
+  card, model = hf.load(directory)
+  hf.save(tmp_path / 'out', card, model, shard_bytes=100_000)
+  shards = sorted(n for n in os.listdir(tmp_path / 'out') if n.endswith('.safetensors'))
+  assert len(shards) > 2 and shards[0] == f'model-00001-of-{len(shards):05}.safetensors'
+  index = json.load(open(tmp_path / 'out/model.safetensors.index.json'))
+  there = safetensors.numpy.load_file(f'{directory}/model.safetensors')
+  assert index['weight_map'].keys() == there.keys()
+  assert index['metadata']['total_size'] == sum(v.nbytes for v in there.values())
+  for name, shard in index['weight_map'].items():
+    assert safetensors.numpy.load_file(tmp_path / 'out' / shard)[name].tobytes() == there[name].tobytes()
+  again, _ = hf.load(str(tmp_path / 'out'))
+  assert again == card
+  os.remove(tmp_path / 'out' / shards[1])
+  assert shards[1] in refused(str(tmp_path / 'out'))
+
+
+@pytest.mark.parametrize(
+  'spoil, said',
+  [
+    (
+      lambda d: open(f'{d}/model.safetensors', 'wb').write(b'not safetensors at all'),
+      'not a readable safetensors file',
+    ),
+    (lambda d: os.truncate(f'{d}/model.safetensors', 200_000), 'not a readable safetensors file'),
+    (lambda d: os.truncate(f'{d}/model.safetensors', 0), 'not a readable safetensors file'),
+    (lambda d: os.rename(f'{d}/model.safetensors', f'{d}/pytorch_model.bin'), 'pytorch_model.bin, a pickle'),
+    (lambda d: os.rename(f'{d}/model.safetensors', f'{d}/a.safetensors'), 'neither model.safetensors nor an index'),
+    (lambda d: os.remove(f'{d}/model.safetensors'), 'holds no safetensors'),
+    (lambda d: open(f'{d}/config.json', 'w').write('{'), 'is not JSON'),
+    (lambda d: open(f'{d}/config.json', 'w').write('[]'), 'no JSON object'),
+    (lambda d: os.remove(f'{d}/config.json'), 'cannot read'),
+    (lambda d: open(f'{d}/model.safetensors.index.json', 'w').write('{}'), 'not an index'),
+  ],
+)
+def test_damage_is_one_line_with_the_file(make, spoil, said):
+  directory = make('llama')
+  spoil(directory)
+  assert said in refused(directory)
+
+
+def test_padded_tables_are_cut_on_export(make, tmp_path):
+  """A1, A18: rows above the vocabulary are zero on load and never leave."""
+  directory, native = make('llama'), str(tmp_path / 'native')
+  card, model = hf.load(directory, vocab_multiple=256)
+  assert model.embed.w[...].shape == (256, 64) and not np.asarray(model.embed.w[...])[151:].any()
+  checkpoint.save(native, card, model)
+  card, model = checkpoint.load(native)
+  hf.save(tmp_path / 'out', card, model)
+  there, back = (safetensors.numpy.load_file(f'{d}/model.safetensors') for d in (directory, tmp_path / 'out'))
+  assert all(there[k].tobytes() == back[k].tobytes() for k in there)
+  assert json.load(open(tmp_path / 'out/config.json'))['vocab_size'] == 151
+
+
+def test_companions_are_carried_byte_by_byte(make, tmp_path):
+  directory = make('llama')
+  texts = {'tokenizer.json': '{"a": 1}', 'generation_config.json': '{"eos_token_id": [3, 5], "bos_token_id": 1}',
+           'chat_template.jinja': '{{ x }}\n'}  # fmt: skip
+  for name, text in texts.items():
+    open(f'{directory}/{name}', 'w').write(text)
+  card, model = hf.load(directory)
+  hf.save(tmp_path / 'out', card, model, carry_from=directory)
+  for name, text in texts.items():
+    assert open(tmp_path / 'out' / name).read() == text
+  assert json.load(open(tmp_path / 'out/config.json'))['eos_token_id'] == [3, 5]
+
+
+def test_names_cover_every_tensor(make):
+  directory = make('llama_bias')
+  card, files = hf.read(directory)
+  assert set(hf.names(card).values()) == set(files.headers)
+  assert hf.names(card)['layers.1.mixer.q.b'] == 'model.layers.1.self_attn.q_proj.bias'

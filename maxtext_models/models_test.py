@@ -1,0 +1,43 @@
+from absl import flags
+import pytest
+
+from maxtext_models import models
+from maxtext_models import program
+from maxtext_models import registry
+
+
+@pytest.fixture(name='run')
+def _run(capsys):
+  """run(flag, ...) -> (exit code, stdout, stderr)."""
+
+  def run(*arguments):
+    flags.FLAGS.unparse_flags()
+    with pytest.raises(SystemExit) as ended:
+      program.run(models.main, argv=['models', *arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, out, err
+
+  return run
+
+
+def test_the_shelf(run):
+  code, out, _ = run()
+  rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:28]}
+  assert code == 0 and list(rows) == registry.names()
+  assert rows['llama3.1-8b'] == ['Llama', '8,030,261,248', '32', '4096', '131072']
+  assert rows['qwen3-0.6b'] == ['Qwen3', '596,049,920', '28', '1024', '40960']
+
+
+def test_one_model(run):
+  """Its card, its blocks and its scan plan."""
+  code, out, _ = run('--name=llama3.2-1b')
+  assert code == 0
+  for words in ('1,235,814,400 parameters', 'https://huggingface.co/meta-llama/Llama-3.2-1B', 'factor=32.0', 'tied             True',
+                'heads=32, kv_heads=8', '[A]×16'):  # fmt: skip
+    assert words in out
+
+
+def test_an_unknown_name_gets_the_nearest(run):
+  code, out, err = run('--name=smollm2-135')
+  assert code == 2 and not out
+  assert "unknown model 'smollm2-135'; did you mean 'smollm2-135m'" in err and err.count('\n') == 1
