@@ -1,0 +1,196 @@
+"""The attention layer: decode parity, the order of norms and rotation, and which kernel may run where."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_layers import attention
+from maxtext_layers import block
+from maxtext_layers import config
+from maxtext_layers import mlp
+from maxtext_layers import norm
+from maxtext_layers import rope
+from maxtext_layers import stack
+
+PLAIN = attention.Spec(4, 2, 8, rope.Spec(8, 10000.0))
+MIXERS = {
+    'plain': PLAIN,
+    'window': dataclasses.replace(PLAIN, window=3),
+    'cap': dataclasses.replace(PLAIN, cap=0.5, scale=1.0),
+    'sinks and biases': dataclasses.replace(PLAIN, sinks=True, bias=('q', 'k', 'v', 'o')),
+    'qk-norm': dataclasses.replace(PLAIN, qk_norm=norm.Spec()),
+    'no rope': dataclasses.replace(PLAIN, rope=None),
+}
+
+
+def randomised(module, seed=1):
+  """Every parameter random, none at its first value."""
+  graph, state = nnx.split(module)
+  leaves, tree = jax.tree.flatten(state)
+  rng = np.random.default_rng(seed)
+  leaves = [jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.4 + (a.ndim == 1)) for a in leaves]
+  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
+def build(mixer, layers=2, scan=True):
+  spec = block.Spec(mixer, mlp.Spec(24), norm.Spec())
+  return randomised(stack.Stack([spec] * layers, 16, rngs=nnx.Rngs(0), scan=scan))
+
+
+@jax.jit
+def run(model, x, caches=None, start=0, positions=None):
+  return model(x, block.Context(positions, start=start), caches)[:2]
+
+
+def whole(model, x):
+  return run(model, x)[0]
+
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 12, 16), np.float32))
+
+
+@pytest.mark.parametrize('name, scan', [*((name, True) for name in MIXERS), ('plain', False)])
+def test_decode_parity(name, scan):
+  """A full forward pass equals a prefill of 7 and 5 steps of one token."""
+  mixer = MIXERS[name]
+  model = build(mixer, scan=scan)
+  y, caches = prefill(model, X[:, :7], 15)
+  parts = [y]
+  for t in range(7, 12):
+    y, caches = run(model, X[:, t : t + 1], caches, jnp.int32(t))
+    parts.append(y)
+  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole(model, X), atol=2e-5)
+
+
+def prefill(model, x, length, positions=None):
+  """At the number 0, which the layer sees and takes for a fresh start."""
+  f = jax.jit(lambda m, x, p: m(x, block.Context(p), m.caches(x.shape[0], length))[:2])
+  return f(model, x, positions)
+
+
+@pytest.mark.parametrize('mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks'])
+def test_prefill_in_pieces(mixer):
+  """A prompt written in two calls: the second starts behind the first and reads what it left."""
+  model = build(mixer)
+  y, caches = prefill(model, X[:, :5], 12)
+  z, _ = run(model, X[:, 5:], caches, jnp.int32(5))
+  np.testing.assert_allclose(jnp.concatenate([y, z], 1), whole(model, X), atol=2e-5)
+
+
+@pytest.mark.parametrize('mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks'])
+def test_ragged_prompts_padded_left(mixer):
+  """B3: prompts of 7 and 4 tokens in one batch, the second padded by 3 on the left: each decodes as if alone."""
+  model = build(mixer)
+  pad = jnp.asarray([0, 3])
+  rows = jnp.stack([X[0, :7], jnp.concatenate([jnp.full((3, 16), 50.0), X[1, :4]])])
+  place = lambda slots: slots - pad[:, None]
+  y, caches = prefill(model, rows, 12, place(jnp.arange(7)))
+  out = [[y[0]], [y[1, 3:]]]
+  for i in range(3):
+    step = jnp.stack([X[0, 7 + i], X[1, 4 + i]])[:, None]
+    y, caches = run(model, step, caches, jnp.int32(7 + i), place(jnp.asarray([7 + i])))
+    for row in (0, 1):
+      out[row].append(y[row])
+  np.testing.assert_allclose(jnp.concatenate(out[0]), whole(model, X[:1, :10])[0], atol=2e-5)
+  np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
+
+
+def test_ragged_prompts_padded_right():
+  """The same with one start a row: padding on the right is overwritten by the next tokens before anyone sees it."""
+  model = build(MIXERS['window'])
+  rows = jnp.stack([X[0, :7], jnp.concatenate([X[1, :4], jnp.full((3, 16), 50.0)])])
+  y, caches = prefill(model, rows, 12)
+  out, lengths = [[y[0]], [y[1, :4]]], jnp.asarray([7, 4])
+  for i in range(3):
+    step = jnp.stack([X[0, 7 + i], X[1, 4 + i]])[:, None]
+    y, caches = run(model, step, caches, lengths + i)
+    for row in (0, 1):
+      out[row].append(y[row])
+  np.testing.assert_allclose(jnp.concatenate(out[0]), whole(model, X[:1, :10])[0], atol=2e-5)
+  np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
+
+
+def test_packed_rows_equal_rows_of_their_own():
+  """B6, B7: positions that start again and segments together; (a) a change in one document leaves the other's output as
+  it was, (b) so does a shift of the document in its row."""
+  model = build(PLAIN)
+  run = jax.jit(lambda x, p, s: model(x, block.Context(p, s))[0])
+  count = lambda *lengths: jnp.asarray([[i for n in lengths for i in range(n)]])
+  names = lambda *lengths: jnp.asarray([[d + 1 for d, n in enumerate(lengths) for _ in range(n)]])
+  x = X[:1]
+  packed = run(x, count(5, 7), names(5, 7))
+  np.testing.assert_allclose(packed[:, 5:], whole(model, x[:, 5:]), atol=2e-5)
+  np.testing.assert_allclose(packed[:, :5], whole(model, x[:, :5]), atol=2e-5)
+  assert (run(x.at[:, :5].add(1), count(5, 7), names(5, 7))[:, 5:] == packed[:, 5:]).all()
+  shifted = run(jnp.concatenate([x[:, 3:5], x[:, 5:], x[:, :3]], 1), count(2, 7, 3), names(2, 7, 3))
+  np.testing.assert_allclose(shifted[:, 2:9], packed[:, 5:], atol=2e-5)
+
+
+def test_norms_come_before_the_rotation():
+  """A7: with random norm weights the order shows; ours is norm, then rotation, written out here."""
+  spec = dataclasses.replace(PLAIN, heads=2, kv_heads=2, qk_norm=norm.Spec(1e-6))
+  layer = randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+  table = rope.table(spec.rope, np.arange(12)[None])
+  context = block.Context(tables={spec.rope: table}, kernel='xla')
+  w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in ('q', 'k', 'v', 'o', 'q_norm', 'k_norm')}
+
+  def expected(norm_first):
+    x = np.asarray(X, np.float64)
+    def turned(a, weight):
+      normed = lambda a: a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * weight
+      a1, a2 = np.split(normed(a) if norm_first else a, 2, -1)
+      cos, sin = np.asarray(table[0][0, 0]), np.asarray(table[1][0, 0])
+      a = np.concatenate([a1 * cos - a2 * sin, a2 * cos + a1 * sin], -1)
+      return a if norm_first else normed(a)
+    q, k, v = (np.einsum('BTD,DNH->BNTH', x, w[n]) for n in 'qkv')
+    scores = np.einsum('BNTH,BNSH->BNTS', turned(q, w['q_norm']), turned(k, w['k_norm'])) * 8**-0.5
+    p = np.exp(np.where(np.tril(np.ones((12, 12), bool)), scores, -np.inf))
+    return np.einsum('BNTS,BNSH,NHD->BTD', p / p.sum(-1, keepdims=True), v, w['o'])
+
+  got = layer(X, context)[0]
+  np.testing.assert_allclose(got, expected(True), atol=1e-4)
+  assert np.abs(got - expected(False)).max() > 1e-2
+
+
+def test_biases_and_sinks_have_the_shapes_of_their_axes():
+  layer = attention.Attention(MIXERS['sinks and biases'], 16, rngs=nnx.Rngs(0))
+  shapes = {name: getattr(layer, name).b.shape for name in 'qkvo'}
+  assert shapes == {'q': (4, 8), 'k': (2, 8), 'v': (2, 8), 'o': (16,)} and layer.sinks.shape == (4,)
+  assert layer.q.b.get_metadata('axes') == ('heads', 'head_dim')
+
+
+def test_auto_takes_what_works():
+  """J10: auto picks the path of the platform, and one that can do what the model needs."""
+  sinks = [MIXERS['sinks and biases']]
+  assert attention.resolve('auto', 'cpu', packed=True, specs=MIXERS.values()) == 'chunked'
+  assert attention.resolve('auto', 'tpu', packed=True, specs=[MIXERS['window'], MIXERS['cap']]) == 'splash'
+  assert attention.resolve('auto', 'tpu', specs=sinks) == 'chunked'
+  assert attention.resolve('auto', 'gpu', packed=True) == 'chunked'
+  assert attention.resolve('cudnn', 'gpu', specs=[MIXERS['window']]) == 'cudnn'
+
+
+@pytest.mark.parametrize('kernel, platform, packed, mixer, says', [
+    ('splash', 'cpu', False, 'plain', "kernel 'splash' does not run on cpu; what works here: auto, chunked, xla"),
+    ('cudnn', 'gpu', True, 'plain', "kernel 'cudnn' cannot do segments, which this run needs; what works here: auto, chunked, xla"),
+    ('cudnn', 'gpu', False, 'cap', "kernel 'cudnn' cannot do cap, which this run needs; what works here: auto, chunked, xla"),
+    ('splash', 'tpu', True, 'sinks and biases',
+     "kernel 'splash' cannot do sinks, which this run needs; what works here: auto, chunked, xla"),
+    ('chunkd', 'cpu', False, 'plain',
+     "kernel 'chunkd' is unknown; did you mean 'chunked'?; what works here: auto, chunked, xla"),
+])
+def test_others_refuse(kernel, platform, packed, mixer, says):
+  """J10, B1, A15: a kernel that cannot run here, or cannot do segments, caps or sinks, refuses and names those that can."""
+  with pytest.raises(config.Error) as caught:
+    attention.resolve(kernel, platform, packed, [MIXERS[mixer]])
+  assert str(caught.value) == says
+
+
+def test_the_stack_refuses_what_nobody_resolved():
+  """B1: segments with a kernel that ignores them do not get past tracing."""
+  model = build(PLAIN)
+  with pytest.raises(config.Error, match='cannot do segments'):
+    model(X, block.Context(segments=jnp.ones((2, 12), jnp.int32), kernel='cudnn'))
