@@ -1,0 +1,106 @@
+"""The small layers against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax import nnx
+from maxtext_layers import cache
+from maxtext_layers import embed
+from maxtext_layers import linear
+from maxtext_layers import mlp
+from maxtext_layers import norm
+from maxtext_layers import param
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 8), np.float32))
+
+
+@pytest.mark.parametrize('equation, x, w', [
+    ('BTD,DF->BTF', (2, 3, 4), (4, 5)), ('BTD,DNH->BNTH', (2, 3, 4), (4, 2, 5)), ('BNTH,NHD->BTD', (2, 3, 4, 5), (3, 5, 6))])
+def test_einsum_is_an_einsum(equation, x, w):
+  rng = np.random.default_rng(0)
+  a, b = rng.standard_normal(x).astype(np.float32), rng.standard_normal(w).astype(np.float32)
+  got, pull = jax.vjp(lambda a, b: linear.einsum(equation, a, b), a, b)
+  expected, twin = jax.vjp(lambda a, b: jnp.einsum(equation, a, b), a, b)
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+  for g, t in zip(pull(expected), twin(expected)):
+    np.testing.assert_allclose(g, t, atol=1e-4)
+
+
+def test_no_operand_of_a_gradient_is_transposed_in_memory():
+  """The reason for products of two axes: none of the products of value and gradient has two contracted axes."""
+  f = lambda a, b: linear.einsum('BTD,DNH->BNTH', a, b).sum()
+  text = str(jax.make_jaxpr(jax.grad(f, (0, 1)))(jnp.ones((2, 3, 4)), jnp.ones((4, 2, 5))))
+  contracted = [line for line in text.splitlines() if 'dimension_numbers=((' in line]
+  assert contracted and all(line.split('dimension_numbers=((')[1].startswith(('[0], [0]', '[1], [0]', '[1], [1]', '[0], [1]'))
+                            for line in contracted)
+
+
+def test_bias_stands_on_the_axes_of_the_output():
+  layer = linear.Linear('BTD,DNH->BNTH', (8, 2, 4), ('embed', 'heads', 'head_dim'), bias=True, rngs=nnx.Rngs(0))
+  plain = layer(X)
+  layer.b[...] = jnp.arange(8.0).reshape(2, 4)
+  np.testing.assert_allclose(layer(X) - plain, np.broadcast_to(np.arange(8).reshape(1, 2, 1, 4), (2, 2, 3, 4)), atol=1e-5)
+
+
+def test_first_values():
+  """A truncated normal within two sigmas of fan_in ** -0.5 has a standard deviation of 0.8796 times that."""
+  w = linear.Linear('BTNH,NHD->BTD', (4, 16, 512), ('heads', 'head_dim', 'embed'), rngs=nnx.Rngs(0)).w[...]
+  assert jnp.abs(w).max() <= 2 * 64**-0.5 and w.std() == pytest.approx(0.8796 * 64**-0.5, rel=0.02)
+  with pytest.raises(ValueError, match='do not fit'):
+    param.constant((2, 3), ('embed',), value=0.0)
+
+
+def test_norm_is_computed_in_float32():
+  """A16: the weight may be stored as a difference from one; bfloat16 goes in and out, float32 is between."""
+  layer = norm.Norm(norm.Spec(1e-6, offset=1.0), 8)
+  assert (layer.w[...] == 0).all()
+  layer.w[...] = jnp.full(8, 0.5)
+  exact = np.asarray(X, np.float64)
+  exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6) * 1.5
+  np.testing.assert_allclose(layer(X), exact, atol=1e-5)
+  half = X.astype(jnp.bfloat16)
+  expected = layer(half.astype(jnp.float32)).astype(jnp.bfloat16)
+  assert layer(half).dtype == jnp.bfloat16 and (layer(half) == expected).all()
+
+
+def test_mlp():
+  layer = mlp.Mlp(mlp.Spec(16, bias=('gate', 'down')), 8, rngs=nnx.Rngs(0))
+  layer.gate.b[...], layer.down.b[...] = jnp.full(16, 0.3), jnp.full(8, -0.2)
+  g, u, d = (np.asarray(getattr(layer, n).w[...], np.float64) for n in ('gate', 'up', 'down'))
+  gate = np.asarray(X) @ g + 0.3
+  np.testing.assert_allclose(layer(X, None)[0], (gate / (1 + np.exp(-gate)) * (X @ u)) @ d - 0.2, atol=1e-5)
+
+
+def test_gelu_is_the_tanh_one():
+  """A16."""
+  x = np.linspace(-3, 3, 7)
+  expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+  np.testing.assert_allclose(mlp.ACTIVATIONS['gelu'](jnp.asarray(x, jnp.float32)), expected, atol=1e-6)
+
+
+def test_embedding_scale_is_rounded_to_the_compute_dtype():
+  """A16: sqrt(3072) is 55.4256 and 55.5 in bfloat16."""
+  table = embed.Embed(5, 4, scale=3072**0.5, rngs=nnx.Rngs(0))
+  ids = jnp.asarray([[1, 4]])
+  np.testing.assert_allclose(table(ids), table.w[...][ids] * 3072**0.5, rtol=1e-6)
+  half = table(ids, jnp.bfloat16)
+  assert (half == table.w[...][ids].astype(jnp.bfloat16) * jnp.bfloat16(55.5)).all()
+
+
+def test_cache_is_written_in_place():
+  """The donated buffer of all layers is updated where it is: the compiled step needs no second one."""
+  k, v = cache.zeros(3, 2, 2, 64, 8, jnp.float32)
+
+  def write(k, v, new, start):
+    view = cache.View(k, v, jnp.int32(1)).write(new, new, start)
+    return view.k, view.v
+
+  new = jnp.ones((2, 2, 1, 8))
+  for start in (jnp.int32(5), jnp.asarray([5, 7])):
+    compiled = jax.jit(write, donate_argnums=(0, 1)).lower(k, v, new, start).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < k.nbytes / 4
+    assert compiled.memory_analysis().alias_size_in_bytes == k.nbytes + v.nbytes
+  got, _ = write(k, v, new, jnp.asarray([5, 7]))
+  assert jnp.argwhere(got[1, :, 0, :, 0]).tolist() == [[0, 5], [1, 7]] and got.sum() == 2 * 2 * 8

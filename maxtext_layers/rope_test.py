@@ -1,0 +1,95 @@
+"""Frequencies against the formulas of `transformers.modeling_rope_utils` (5.24), written out element by element."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_layers import rope
+
+
+def by_element(head_dim, theta):
+  return [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+
+
+def test_default_and_linear():
+  np.testing.assert_allclose(rope.frequencies(rope.Spec(64, 5e5)), by_element(64, 5e5), rtol=1e-6)
+  got = rope.frequencies(rope.Spec(64, 5e5, rope.Linear(8.0)))
+  np.testing.assert_allclose(got, np.array(by_element(64, 5e5)) / 8, rtol=1e-6)
+
+
+def test_llama3():
+  """A12: the three bands of Llama 3.2 (factor 32, low 1, high 4, 8192)."""
+  factor, low, high, trained = 32.0, 1.0, 4.0, 8192
+  expected = []
+  for f in by_element(128, 5e5):
+    wave = 2 * math.pi / f
+    if wave < trained / high:
+      expected.append(f)
+    elif wave > trained / low:
+      expected.append(f / factor)
+    else:
+      smooth = (trained / wave - low) / (high - low)
+      expected.append((1 - smooth) * f / factor + smooth * f)
+  got = rope.frequencies(rope.Spec(128, 5e5, rope.Llama3(factor, low, high, trained)))
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+  plain = np.array(by_element(128, 5e5))
+  changed = ~np.isclose(got, plain, rtol=1e-4)
+  assert 0 < changed.sum() < 64 and np.isclose(got[-1], plain[-1] / 32, rtol=1e-5)
+
+
+@pytest.mark.parametrize('truncate', [True, False])
+def test_yarn(truncate):
+  factor, trained, theta, size = 4.0, 32768, 1e6, 128
+  bound = lambda turns: size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+  low, high = bound(32.0), bound(1.0)
+  if truncate:
+    low, high = math.floor(low), math.ceil(high)
+  expected = []
+  for i, f in enumerate(by_element(size, theta)):
+    stretched = min(max((i - low) / (high - low), 0), 1)
+    expected.append(f / factor * stretched + f * (1 - stretched))
+  spec = rope.Spec(size, theta, rope.Yarn(factor, trained, truncate=truncate))
+  np.testing.assert_allclose(rope.frequencies(spec), expected, rtol=1e-5)
+  assert rope.temperature(spec) == pytest.approx(0.1 * math.log(4) + 1)
+  cos, _ = rope.table(spec, np.zeros((1, 1), np.int32))
+  assert cos[0, 0, 0, 0] == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_yarn_temperatures():
+  of = lambda **k: rope.temperature(rope.Spec(64, 1e4, rope.Yarn(40.0, 4096, **k)))
+  assert of(attention=1.5) == 1.5
+  assert of(mscale=1.0, mscale_all_dim=1.0) == 1.0  # DeepSeek V3
+  assert of(mscale=0.707, mscale_all_dim=1.0) == pytest.approx((0.0707 * math.log(40) + 1) / (0.1 * math.log(40) + 1))
+
+
+def test_rotation_turns_halves():
+  """A12: element i of the first half and element i of the second are the plane that turns by position * frequency."""
+  spec = rope.Spec(8, 10000.0)
+  positions = np.array([[0, 1, 300]])
+  x = np.random.default_rng(0).standard_normal((1, 2, 3, 8)).astype(np.float32)
+  got = rope.rotate(jnp.asarray(x), rope.table(spec, positions))
+  for t, p in enumerate(positions[0]):
+    for i, f in enumerate(by_element(8, 10000.0)):
+      turned = (x[..., t, i] + 1j * x[..., t, i + 4]) * np.exp(1j * p * f)
+      np.testing.assert_allclose(got[..., t, i], turned.real, atol=1e-4)
+      np.testing.assert_allclose(got[..., t, i + 4], turned.imag, atol=1e-4)
+
+
+def test_partial_rotation_leaves_the_rest():
+  spec = rope.Spec(8, 10000.0, rotary=4)
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 8)), jnp.float32)
+  table = rope.table(spec, np.arange(3)[None])
+  got = rope.rotate(x, table)
+  assert table[0].shape == (1, 1, 3, 2) and (got[..., 4:] == x[..., 4:]).all()
+  np.testing.assert_allclose(got[..., :4], rope.rotate(x[..., :4], rope.table(rope.Spec(4, 10000.0), np.arange(3)[None])))
+
+
+def test_table_of_numbers_is_a_constant_and_equals_the_traced_one():
+  spec = rope.Spec(64, 5e5, rope.Llama3(8.0, 1.0, 4.0, 8192))
+  places = np.array([[0, 5, 131071]], np.int32)
+  constant, traced = rope.table(spec, places), rope.table(spec, jnp.asarray(places))
+  assert isinstance(constant[0], np.ndarray)
+  for a, b in zip(constant, traced):
+    np.testing.assert_allclose(a, b, atol=2e-6)
