@@ -16,17 +16,23 @@ def refuse_filled(target):
 
 
 @contextlib.contextmanager
-def directory(target):
+def directory(target, size=0):
   """Yields a temporary directory that becomes `target`, or disappears if the block raises.
+
+  Args:
+    target: path.
+    size: bytes that will be written, as far as they are known.
 
   Raises:
     config.Error: `target` is there already, or its place cannot be written to.
-    config.Failure: the disk is full.
+    config.Failure: the disk is full, or `size` will not fit on it.
   """
   target = os.path.abspath(target)
   refuse_filled(target)
   try:
     os.makedirs(os.path.dirname(target), exist_ok=True)
+    if (free := shutil.disk_usage(os.path.dirname(target)).free) < size:
+      raise config.Failure(f'disk full: {target} needs {size:,} bytes, {free:,} are free; nothing was written')
     temporary = tempfile.mkdtemp(prefix=f'.{os.path.basename(target)}.tmp-', dir=os.path.dirname(target))
   except OSError as error:
     _full(error, target)

@@ -11,7 +11,7 @@ The manifest names what a segment of the plan holds by layer index, so a model w
 training checkpoint (RUN/checkpoints/STEP) is a native checkpoint with training's own items beside these.
 
 Orbax writes the arrays; they are read with TensorStore, slice by slice as a device or a plan needs them, into whatever
-sharding is wanted: nothing here depends on what a release of Orbax returns, and no more than one parameter is in flight.
+sharding is wanted: nothing here depends on what a release of Orbax returns, and at most one parameter is in flight.
 
 Reading order: `kind`, `load`, `save`; `weights_item`, `write_manifest` and `restore_weights`, which training uses, too;
 `describe`.
@@ -73,7 +73,7 @@ def load(directory, *, dtype=None, scan: bool | str = 'auto', remat='none', shar
     dtype: that parameters are converted to and computed in; None: as they are stored.
     scan: see decoder.Decoder; the plan of the files does not matter.
     remat: see decoder.Decoder.
-    shardings: maps the abstract state of the parameters to shardings, for a model that is born sharded; None: one device.
+    shardings: maps the abstract state of parameters to shardings, for a model that is born sharded; None: one device.
 
   Raises:
     config.Error: the directory is no checkpoint or a broken one.
@@ -107,7 +107,8 @@ def save(directory, card, model, tokenizer_dir=None):
   import orbax.checkpoint as ocp
 
   state = nnx.state(model, nnx.Param)
-  with atomic.directory(directory) as temporary:
+  size = sum(v.get_value().nbytes for v in layout.leaves(state).values())
+  with atomic.directory(directory, size) as temporary:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)) as writer:
       writer.save(os.path.join(temporary, WEIGHTS), args=ocp.args.PyTreeSave(weights_item(state)))
     write_manifest(temporary, card, state, model.stack.plan)
@@ -206,7 +207,7 @@ def read_manifest(directory) -> dict:
 
 
 def restore_weights(directory, state, segments, *, dtype=None):
-  """`state` (abstract, or arrays to be replaced) with the parameters of a native checkpoint, whatever plan it was saved with.
+  """`state` (abstract, or arrays to be replaced) with the parameters of a native checkpoint of any plan.
 
   Args:
     directory: of the native checkpoint.
@@ -250,7 +251,7 @@ def restore_weights(directory, state, segments, *, dtype=None):
 
 
 class Reader:
-  """Arrays of an Orbax pytree directory by key, any slice of them, on any machine: the devices of the writer do not matter."""
+  """Arrays of an Orbax pytree directory by key, or slices of them; the devices of the writer do not matter."""
 
   def __init__(self, directory):
     self.directory = os.path.abspath(directory)
@@ -273,7 +274,7 @@ class Reader:
 
 
 def gather(reader, slots, wanted, index):
-  """The part `index` (a slice an axis) of the array `wanted`, whose layers, in order, lie in `slots` of what `reader` reads."""
+  """The part `index` (a slice an axis) of the array `wanted`, whose layers, in order, lie in `slots` of the files."""
   if slots[0].repeat is None:
     return reader('.'.join(slots[0].path), index)
   rows = range(wanted.shape[0])[index[0]]

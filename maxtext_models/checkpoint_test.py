@@ -90,7 +90,7 @@ def test_any_plan_reads_what_any_plan_wrote(model, saved, tmp_path, scan):
   ],
 )
 def test_another_shape_lists_what_differs(saved, changes, said):
-  """E1: more layers, fewer, other widths: missing, left-over and mismatched parameters, the first ten and the counts."""
+  """E1: more layers, fewer, other widths: what is missing, left over and mismatched, the first ten and the counts."""
   state, plan = abstract_of(card_of(**{'layers': 12} | changes))
   with pytest.raises(config.Error) as error:
     checkpoint.restore_weights(saved, state, plan)
@@ -303,6 +303,13 @@ def test_nothing_is_left_of_a_save_that_fails(model, tmp_path, monkeypatch):
   with pytest.raises(config.Failure, match='disk full while writing'):
     checkpoint.save(tmp_path / 'target', card_of(12), model)
   assert os.listdir(tmp_path) == ['before']
+
+
+def test_too_small_a_disk_is_known_before_anything_is_written(model, tmp_path, monkeypatch):
+  monkeypatch.setattr(shutil, 'disk_usage', lambda path: shutil._ntuple_diskusage(100, 0, 100))
+  with pytest.raises(config.Failure, match=r'needs 95,232 bytes, 100 are free'):
+    checkpoint.save(tmp_path / 'target', card_of(12), model)
+  assert not os.listdir(tmp_path)
 
 
 def test_a_filled_target_is_refused_and_kept(tmp_path):

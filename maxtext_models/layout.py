@@ -1,15 +1,17 @@
 """Where a parameter lives: the one place that knows how names, layers and scan plans hang together.
 
 A model keeps the layers of a segment of its plan stacked in one array. Everything that crosses a border (Hugging Face
-files, checkpoints, another scan plan) speaks of parameters by layer: `layers.3.mixer.q` is the weight, `layers.3.mixer.q.b`
-a bias; outside of the stack `embed`, `norm`, `head`.
+files, checkpoints, another scan plan) speaks of parameters by layer: `layers.3.mixer.q` is the weight,
+`layers.3.mixer.q.b` a bias; outside of the stack `embed`, `norm`, `head`.
 
 >>> from maxtext_layers import plan
 >>> two = plan.plan(['d', 'm', 'm'])
->>> slots([('embed', 'w'), ('stack', 'segments', '1', 'blocks', '0', 'mixer', 'q', 'w')], two)
-{'embed': Slot(path=('embed', 'w'), repeat=None), 'layers.1.mixer.q': Slot(path=('stack', 'segments', '1', 'blocks', '0', \
-'mixer', 'q', 'w'), repeat=0), 'layers.2.mixer.q': Slot(path=('stack', 'segments', '1', 'blocks', '0', 'mixer', 'q', 'w'), \
-repeat=1)}
+>>> path = ('stack', 'segments', '1', 'blocks', '0', 'mixer', 'q', 'w')
+>>> for name, slot in slots([('embed', 'w'), path], two).items():
+...   print(name, slot.path == path, slot.repeat)
+embed False None
+layers.1.mixer.q True 0
+layers.2.mixer.q True 1
 """
 
 from typing import NamedTuple

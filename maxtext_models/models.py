@@ -33,7 +33,8 @@ def _show(card):
   from maxtext_layers import plan
 
   print(
-    f'{card.name}: {type(card).__name__}, {card.parameters():,} parameters, {card.matmul_parameters():,} of them in matmuls'
+    f'{card.name}: {type(card).__name__}, {card.parameters():,} parameters, '
+    f'{card.matmul_parameters():,} of them in matmuls'
   )
   print(f'from {card.source}\n')
   print('card')

@@ -32,8 +32,10 @@ def test_one_model(run):
   """Its card, its blocks and its scan plan."""
   code, out, _ = run('--name=llama3.2-1b')
   assert code == 0
-  for words in ('1,235,814,400 parameters', 'https://huggingface.co/meta-llama/Llama-3.2-1B', 'factor=32.0', 'tied             True',
-                'heads=32, kv_heads=8', '[A]×16'):  # fmt: skip
+  for words in (
+    '1,235,814,400 parameters', 'https://huggingface.co/meta-llama/Llama-3.2-1B', 'factor=32.0',
+    'tied             True', 'heads=32, kv_heads=8', '[A]×16',
+  ):  # fmt: skip
     assert words in out
 
 

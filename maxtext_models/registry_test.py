@@ -1,4 +1,4 @@
-"""Numbers that do not come from the cards: published parameter counts, and the shapes, eps and rope bases as published."""
+"""Numbers that do not come from the cards: parameter counts, shapes, eps and rope bases as published."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ from maxtext_layers import config
 from maxtext_layers import rope
 from maxtext_models import registry
 
-# name: parameters (of the published safetensors, a tied table once; model cards), layers, d_model, d_ff, heads, kv_heads,
-# head_dim, vocab, tied, eps, rope base, context
+# name: parameters (of the published safetensors, a tied table once; model cards), layers, d_model, d_ff, heads,
+# kv_heads, head_dim, vocab, tied, eps, rope base, context
 LLAMA3, QWEN3, SMOL = (1e-5, 500000.0), (1e-6, 1000000.0), 1e-5
 PUBLISHED = {
   'llama2-7b': (6738415616, 32, 4096, 11008, 32, 32, 128, 32000, False, 1e-5, 10000.0, 4096),
@@ -55,7 +55,8 @@ def test_card_has_the_published_numbers(name):
   c = registry.card(name)
   c.check()
   got = (
-    c.parameters(), c.layers, c.d_model, c.d_ff, c.heads, c.kv_heads, c.head_dim, c.vocab, c.tied, c.eps, c.theta, c.context,
+    c.parameters(), c.layers, c.d_model, c.d_ff, c.heads, c.kv_heads, c.head_dim, c.vocab, c.tied, c.eps, c.theta,
+    c.context,
   )  # fmt: skip
   assert got == PUBLISHED[name]
   factor = STRETCH.get(name)

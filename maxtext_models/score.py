@@ -2,8 +2,8 @@
 
     python -m maxtext_models.score --checkpoint=DIR --tokens=IN.npy --logits=OUT.npy
 
-IN.npy holds integers [B, T]; OUT.npy gets float32 [B, T, V]. One row is computed and written at a time, so that the file
-may be larger than memory. A tokenizer is not needed.
+IN.npy holds integers [B, T]; OUT.npy gets float32 [B, T, V]. One row is computed and written at a time, so that the
+file may be larger than memory. A tokenizer is not needed.
 """
 
 import os

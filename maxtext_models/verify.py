@@ -1,12 +1,12 @@
 """Parity of a model here with its reference: logits at every position, not a few of the first.
 
-    python -m maxtext_models.verify --hf=DIR                             # live against transformers, where it is installed
-    python -m maxtext_models.verify --hf=DIR --reference=FILE.npz        # against stored `tokens` [B, T], `logits` [B, T, V]
-    python -m maxtext_models.verify --hf=DIR --checkpoint=DIR            # a native checkpoint or run, too
+    python -m maxtext_models.verify --hf=DIR                        # live against transformers, where it is installed
+    python -m maxtext_models.verify --hf=DIR --reference=FILE.npz   # stored `tokens` [B, T] and `logits` [B, T, V]
+    python -m maxtext_models.verify --hf=DIR --checkpoint=DIR       # a native checkpoint or run, too
 
 Computes in float32. Without transformers and without --reference, a --checkpoint is compared with this library's own
-forward pass of --hf: that shows that the weights are the same, not that the mathematics is right, and the report says so.
-Exit code 1 when a threshold is missed.
+forward pass of --hf: that shows that the weights are the same, not that the mathematics is right, and the report says
+so. Exit code 1 when a threshold is missed.
 """
 
 from absl import flags
@@ -57,7 +57,8 @@ def main(args):
       ours = scoring.scorer(checkpoint.load(_HF.value, dtype='float32')[1])
       del subjects['hf']
       print(
-        'reference: this forward pass of --hf (transformers is not installed): shows equal weights, not right mathematics'
+        'reference: this forward pass of --hf (transformers is not installed): '
+        'shows equal weights, not right mathematics'
       )
       reference = lambda row: ours(tokens[row][None])[0]
     else:
@@ -81,7 +82,8 @@ def _report(np, d):
   row, position = np.unravel_index(d.absolute.argmax(), d.absolute.shape)
   top1 = d.agree.mean()
   print(
-    f'  max |difference|   {d.absolute.max():.3e}   worst at row {row}, position {position}, id {d.worst[row, position]}'
+    f'  max |difference|   {d.absolute.max():.3e}   '
+    f'worst at row {row}, position {position}, id {d.worst[row, position]}'
   )
   print(f'  KL per position    max {d.kl.max():.3e}   mean {d.kl.mean():.3e} nats')
   print(f'  top-1 agreement    {top1:.4%}')

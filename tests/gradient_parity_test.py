@@ -42,7 +42,7 @@ def test_first_loss_and_gradient_norm_equal_transformers(folder, case):
 
 
 def test_export_after_an_update_has_the_tensors_of_the_source(folder, tmp_path):
-  """A1: HF -> native (tables padded to 256 rows) -> one update -> HF: names, shapes and dtypes of the source, other values."""
+  """A1: HF -> native (tables padded to 256 rows) -> one update -> HF: names, shapes and dtypes of the source."""
   case = 'qwen3'
   tokens = golden.reference(case).tokens
   checkpoint.save(tmp_path / 'native', *hf.load(folder(case), vocab_multiple=256))

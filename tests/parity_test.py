@@ -59,7 +59,7 @@ def changed(model):
 
 @pytest.mark.parametrize('case, scan', [(case, scan) for case in golden.CASES for scan in (True, False)])
 def test_logits_equal_transformers(scores, case, scan):
-  """A12: with and without llama3 bands (factors 8 and 32), linear, yarn, biases, tied or not; A7: random q/k norm weights."""
+  """A12: with and without llama3 bands (factors 8, 32), linear, yarn, biases, tied or not. A7: random q/k norms."""
   reference = golden.reference(case)
   assert reference.logits.std() >= 1 and reference.tokens.shape[1] >= 256
   assert np.abs(scores(case, scan) - reference.logits).max() <= TOLERANCE
@@ -74,7 +74,7 @@ def test_logits_equal_transformers_beyond_position_1000(scores):
 
 @pytest.mark.parametrize('case', ['llama', 'llama3_factor32', 'llama_bias', 'qwen3', 'qwen3_tied'])
 def test_native_scores_are_bit_equal_and_the_way_back_too(folder, scores, tmp_path, case):
-  """A2: HF -> native -> HF is bit-equal whatever plan it was saved and read with; native scores are the HF directory's."""
+  """A2: HF -> native -> HF is bit-equal whatever plans wrote and read it; native scores are the HF directory's."""
   source = safetensors.numpy.load_file(f'{folder(case)}/model.safetensors')
   for saved in (True, False):
     native = tmp_path / f'native-{saved}'

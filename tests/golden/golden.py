@@ -23,7 +23,7 @@ CASES = tuple(WEIGHTS)
 
 
 class Reference(NamedTuple):
-  """tokens int32 [B, T], logits float32 [B, T, V]; loss (nats a target) and gradient norm of next-token prediction on them."""
+  """tokens int32 [B, T], logits float32 [B, T, V]; loss (nats a target) and gradient norm of predicting the next."""
 
   tokens: np.ndarray
   logits: np.ndarray

@@ -2,14 +2,14 @@
 
     python tests/golden/make_goldens.py [OUTPUT_DIR]
 
-Writes, for every case, CASE.json (config.json as transformers saves it) and CASE.npz (tokens int32 [B, T], logits float32
-[B, T, V], loss and gradient_norm of next-token prediction on these tokens, float64); and for every set of weights
-WEIGHTS.safetensors. Several cases share one set, because they differ in how positions are rotated only; golden.py puts the
-pieces together as a Hugging Face directory.
+Writes, for every case, CASE.json (config.json as transformers saves it) and CASE.npz (tokens int32 [B, T], logits
+float32 [B, T, V], loss and gradient_norm of next-token prediction on these tokens, float64); and for every set of
+weights WEIGHTS.safetensors. Several cases share one set, because they differ in how positions are rotated only;
+golden.py puts the pieces together as a Hugging Face directory.
 
-Every weight, bias and norm weight is drawn at random, away from its initial value, so that a parameter that is forgotten or
-taken for another shows. Scales are such that attention looks at different keys and logits have a standard deviation of 1 to
-4, against which the tolerance of 1e-4 is meant. Made with torch 2.13.0 and transformers 5.24.0.
+Every weight, bias and norm weight is drawn at random, away from its initial value, so that a parameter that is
+forgotten or taken for another shows. Scales are such that attention looks at different keys and logits have a standard deviation
+of 1 to 4, against which the tolerance of 1e-4 is meant. Made with torch 2.13.0 and transformers 5.24.0.
 """
 
 import pathlib
