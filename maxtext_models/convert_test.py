@@ -1,3 +1,6 @@
+import json
+import os
+
 from absl import flags
 import numpy as np
 import pytest
@@ -84,13 +87,66 @@ def test_bad_flags_are_one_line_and_code_2(run, source, arguments, said):
   assert said.format(source=source).replace("'", '') in err.replace("'", '')
 
 
-def test_a_damaged_source_is_one_line_and_leaves_no_target(run, source, tmp_path):
+def tensors(edit):
+  """A way to spoil a directory: `edit` changes its tensors in place."""
+
+  def spoil(directory):
+    held = safetensors.numpy.load_file(f'{directory}/model.safetensors')
+    edit(held)
+    safetensors.numpy.save_file(held, f'{directory}/model.safetensors')
+
+  return spoil
+
+
+def fields(**changes):
+  """A way to spoil a directory: changes fields of its config.json; None takes one away."""
+
+  def spoil(directory):
+    source = json.load(open(f'{directory}/config.json')) | changes
+    json.dump({k: v for k, v in source.items() if v is not None}, open(f'{directory}/config.json', 'w'))
+
+  return spoil
+
+
+NORM = 'model.layers.1.input_layernorm.weight'
+
+
+@pytest.mark.parametrize(
+  'spoil, said',
+  [
+    (tensors(lambda t: t.update({'model.layers.0.extra': np.ones(3, np.float32)})), 'holds model.layers.0.extra'),
+    (tensors(lambda t: t.pop(NORM)), f'lacks {NORM}'),
+    (tensors(lambda t: t.update({NORM: np.ones(63, np.float32)})), f'{NORM} has shape [63], config.json makes it [64]'),
+    (tensors(lambda t: t.update({NORM: np.ones(64, np.int32)})), f'{NORM} has dtype I32'),
+    (lambda d: os.truncate(f'{d}/model.safetensors', 1000), 'model.safetensors is not a readable safetensors file'),
+    (lambda d: os.rename(f'{d}/model.safetensors', f'{d}/pytorch_model.bin'), 'a pickle'),
+    (fields(rms_norm_eps=None), 'lacks rms_norm_eps'),
+    (fields(rope_parameters=None), 'neither rope_theta nor rope_parameters.rope_theta'),
+    (fields(rope_parameters={'rope_type': 'longrope', 'rope_theta': 1e4}), "rope_type='longrope'"),
+    (fields(hidden_act='swish2'), "hidden_act='swish2'"),
+    (fields(quantization_config={'quant_method': 'awq'}), "quantization_config={'quant_method': 'awq'}"),
+    (fields(model_type='lama'), "model_type='lama' is not supported; did you mean 'llama'"),
+    (fields(num_hidden_layers=3), 'lacks model.layers.2.'),
+    (fields(tie_word_embeddings=True), 'lm_head.weight differs'),
+  ],
+)
+def test_a_damaged_source_is_one_line_and_leaves_no_target(run, tmp_path, spoil, said):
+  """A8, A10, A11, A14: each names what and where, and nothing is written."""
   broken = golden.directory('llama', tmp_path)
-  tensors = safetensors.numpy.load_file(f'{broken}/model.safetensors')
-  tensors['model.layers.0.extra'] = np.ones(3, np.float32)
-  safetensors.numpy.save_file(tensors, f'{broken}/model.safetensors')
+  spoil(broken)
   code, _, err = run(f'--source={broken}', f'--target={tmp_path / "out"}', '--to=native')
-  assert code == 2 and 'model.layers.0.extra' in err and not (tmp_path / 'out').exists()
+  assert code == 2 and said in err and broken in err
+  assert os.listdir(tmp_path) == ['llama']
+
+
+def test_a_native_checkpoint_with_another_card_is_refused(run, source, tmp_path):
+  """E1: through the program."""
+  native = tmp_path / 'native'
+  checkpoint.save(native, *checkpoint.load(source))
+  card = json.loads((native / 'card.json').read_text()) | {'layers': 4}
+  (native / 'card.json').write_text(json.dumps(card))
+  code, _, err = run(f'--source={native}', f'--target={tmp_path / "out"}', '--to=hf')
+  assert code == 2 and '22 missing: layers.2.ffn.down' in err and not (tmp_path / 'out').exists()
 
 
 def test_inspect_shows_what_a_directory_holds(run, source, tmp_path):

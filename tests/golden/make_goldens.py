@@ -8,8 +8,8 @@ weights WEIGHTS.safetensors. Several cases share one set, because they differ in
 golden.py puts the pieces together as a Hugging Face directory.
 
 Every weight, bias and norm weight is drawn at random, away from its initial value, so that a parameter that is
-forgotten or taken for another shows. Scales are such that attention looks at different keys and logits have a standard deviation
-of 1 to 4, against which the tolerance of 1e-4 is meant. Made with torch 2.13.0 and transformers 5.24.0.
+forgotten or taken for another shows. Scales are such that attention looks at different keys and logits have a standard
+deviation of 1 to 4, against which the tolerance of 1e-4 is meant. Made with torch 2.13.0 and transformers 5.24.0.
 """
 
 import pathlib
