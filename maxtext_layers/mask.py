@@ -19,7 +19,7 @@ array([[1, 0, 0, 0],
 import jax
 import numpy as np
 
-Array = jax.Array | np.ndarray
+type Array = jax.Array | np.ndarray
 
 
 def visible(
