@@ -1,4 +1,4 @@
-"""Trace and compile of the training step of a scanned model of 16 layers, against one of 4: it must not grow with depth.
+"""Trace and compile of the step of a scanned model of 16 layers, against one of 4: it must not grow with depth.
 
 python -m tests.benchmarks.compile_depth --rounds=5
 """

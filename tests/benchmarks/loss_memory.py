@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.loss_memory
 
-B·T = 4096 tokens and V = 32768 ids by default, whose logits are 512 MiB in float32. Nothing is run, so nothing is noisy.
+4096 tokens and 32768 ids by default, whose logits are 512 MiB in float32. Nothing is run, so nothing is noisy.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main():
   parser.add_argument('--length', type=int, default=1024)
   parser.add_argument('--vocab', type=int, default=32768)
   parser.add_argument('--d_model', type=int, default=256)
-  parser.add_argument('--chunks', type=int, default=8)
+  parser.add_argument('--chunks', type=int, default=16)
   flags = parser.parse_args()
   found = shares(flags.batch, flags.length, flags.vocab, flags.d_model, flags.chunks)
   measure.print_line(benchmark='loss_memory', tokens=flags.batch * flags.length, chunks=flags.chunks, share=found)

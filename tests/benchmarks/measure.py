@@ -1,12 +1,13 @@
 """Runs one program at a time from outside and tells how fast it was and how busy the machine was with other things.
 
-Reading order: `ours` and `twin` (a training run of each), `Process` (what both rest on), `interleaved`, `print_line`.
+Reading order: `ours` and `twin` (a training run of each), `Process` (what they rest on), `interleaved`, `print_line`.
 
-Wall time on a shared machine is worth little by itself. So every figure comes with the processor seconds a step took and
-with `others`, the share of the machine that everybody else used meanwhile; a comparison is made of ratios of rounds in
-which the sides took turns.
+Wall time on a shared machine is worth little by itself. So every figure comes with the processor seconds a step took
+and with `others`, the share of the machine that everybody else used meanwhile; a comparison is made of ratios of rounds
+in which the sides took turns.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -34,12 +35,17 @@ BEST = {
 
 
 class Process:
-  """A finished command: `out`, `err`, `seconds`, `cpu` (seconds), `faults` (minor), `rss_mb` (peak), `others` (share)."""
+  """A finished command: out, err, seconds, cpu (seconds), faults (minor), rss_mb (peak), others (a share)."""
 
   def __init__(self, command, *, environment=None, watch=None, folder=ROOT, timeout=1800):
-    """Runs it to its end; `watch(pid)` is called about every 5 ms. Raises RuntimeError with its last lines if it fails."""
+    """Runs it to its end; `watch(pid)` is called every 5 ms. Raises RuntimeError with its last lines if it fails."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(('MALLOC', 'GLIBC', 'LD_PRELOAD', 'TCMALLOC'))}
-    clean |= {'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1'} | (environment or {})
+    clean |= {
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONUNBUFFERED': '1',
+      'PYTHONPATH': os.pathsep.join(map(os.path.abspath, sys.path)),
+    }
+    clean |= environment or {}
     begin, busy = time.perf_counter(), busy_seconds()
     out, err = (os.memfd_create(name) for name in ('out', 'err'))
     child = subprocess.Popen(command, env=clean, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=folder)
@@ -98,7 +104,7 @@ def ours(workload, name, folder, *, steps, cache=None, extra=(), python=sys.exec
   process = Process([*command, f'--allocator={name}', *extra], watch=watch)
   rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
   seconds = [row['step_seconds'] for row in rows][WARMUP:]
-  cpu = [b[1] - a[1] for a, b in zip(seen, seen[1:])][WARMUP - 1 :]
+  cpu = [b[1] - a[1] for a, b in itertools.pairwise(seen)][WARMUP - 1 :]
   return {
     'tokens_per_s': _tokens(workload) / statistics.median(seconds),
     'step_ms': 1e3 * statistics.median(seconds),

@@ -1,4 +1,4 @@
-"""Training against MaxText 0.2.5 in float32 without rematerialisation, otherwise its defaults: ours / theirs, tokens a second.
+"""Training against MaxText 0.2.5, in float32, without rematerialisation, otherwise its defaults: tokens/s ratio.
 
     python -m tests.benchmarks.vs_maxtext --maxtext_python=MAXTEXT/bin/python --workload=W1 --rounds=7
 

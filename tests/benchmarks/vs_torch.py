@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.vs_torch --torch_python=TORCH/bin/python --workload=W1 --rounds=7
 
-Torch runs as it comes, `--torch_allocator=tcmalloc` gives it the allocator that helps it most. Ours runs as it comes too:
-`--allocator=auto` takes what is installed.
+Torch runs as it comes; `--torch_allocator=tcmalloc` gives it the allocator that helps it most. On a shared machine add
+`--passive`: its idle threads spin, which doubles the processor seconds it takes while others are at work. Ours runs as
+it comes too: `--allocator=auto` takes what is installed.
 """
 
 import argparse
@@ -15,10 +16,10 @@ from maxtext_models import allocator
 from tests.benchmarks import measure
 
 
-def torch(python, workload, name, steps):
-  """One run of peers/bench_torch.py. Its threads must not spin while they wait: on a shared machine that is all they do."""
+def torch(python, workload, name, steps, passive=False):
+  """One run of peers/bench_torch.py."""
   command = [python, str(measure.PEERS / 'bench_torch.py'), '--workload', workload, '--steps', str(steps)]
-  environment = {**allocator.environment(name), 'OMP_WAIT_POLICY': 'PASSIVE', 'PYTHONPATH': ''}
+  environment = {**allocator.environment(name), 'PYTHONPATH': ''} | ({'OMP_WAIT_POLICY': 'PASSIVE'} if passive else {})
   return measure.peer(
     measure.Process([*command, '--warmup', str(measure.WARMUP)], environment=environment, folder=measure.PEERS), steps
   )
@@ -30,6 +31,7 @@ def main():
   parser.add_argument('--workload', default='W1')
   parser.add_argument('--allocator', default='auto', choices=['auto', *measure.ALLOCATORS])
   parser.add_argument('--torch_allocator', default='system', choices=measure.ALLOCATORS)
+  parser.add_argument('--passive', action='store_true', help='its idle threads sleep instead of spinning')
   parser.add_argument('--rounds', type=int, default=7)
   parser.add_argument('--steps', type=int, default=12)
   flags = parser.parse_args()
@@ -37,7 +39,9 @@ def main():
     names = (str(pathlib.Path(folder) / f'run{i}') for i in range(flags.rounds))
     rows = measure.interleaved(
       {
-        'torch': functools.partial(torch, flags.torch_python, flags.workload, flags.torch_allocator, flags.steps),
+        'torch': functools.partial(
+          torch, flags.torch_python, flags.workload, flags.torch_allocator, flags.steps, flags.passive
+        ),
         'ours': lambda: measure.ours(flags.workload, flags.allocator, next(names), steps=flags.steps),
       },
       flags.rounds,
@@ -47,6 +51,7 @@ def main():
     benchmark='vs_torch',
     workload=flags.workload,
     allocator={'ours': flags.allocator, 'torch': flags.torch_allocator},
+    passive=flags.passive,
     rounds=flags.rounds,
     steps=flags.steps,
     **measure.compared(rows, 'ours', 'torch'),

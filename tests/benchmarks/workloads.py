@@ -7,6 +7,7 @@ programs. One fixed random batch, AdamW with a constant rate that decays every p
 """
 
 from maxtext_models.families import llama
+from maxtext_train import losses
 from maxtext_train import optimizer
 from maxtext_train import run
 from maxtext_train import schedule
@@ -30,6 +31,7 @@ def get_config(name='W1'):
     steps=12,
     batch=ROWS[name],
     length=SHAPES[name]['context'],
+    loss=losses.Config(chunks=4),  # as many as the hand-written step's default
     data=data.Config(source=data.Source.SYNTHETIC),
     optimizer=optimizer.Config(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=(), clip=1.0),
     schedule=schedule.Config(kind=schedule.Kind.CONSTANT, peak=3e-4, warmup=0),
