@@ -9,10 +9,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
 from maxtext_layers import config
 from maxtext_layers import mask
 from maxtext_layers import sharding
-import numpy as np
 
 
 @config.spec
@@ -97,12 +98,16 @@ def splash(q, k, v, shape: Shape, segments=None, sinks=None, interpret: bool = F
   seen = masks.CausalMask((length, length))
   if shape.window is not None:
     seen = masks.LocalMask((length, length), (shape.window - 1, 0), 0)
-  sizes = kernel.BlockSizes(**{f'block_{name}': block for name in (
-      'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq', 'kv_dq')})
+  sizes = kernel.BlockSizes(
+    **{
+      f'block_{name}': block for name in ('q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq', 'kv_dq')
+    }
+  )
 
   def local(q, k, v, segments):
     run = kernel.make_splash_mha_single_device(
-        masks.MultiHeadMask([seen] * q.shape[1]), block_sizes=sizes, attn_logits_soft_cap=shape.cap, interpret=interpret)
+      masks.MultiHeadMask([seen] * q.shape[1]), block_sizes=sizes, attn_logits_soft_cap=shape.cap, interpret=interpret
+    )
     ids = None if segments is None else kernel.SegmentIds(segments, segments)
     return jax.vmap(run)(q * jnp.asarray(shape.scale, q.dtype), k, v, ids)
 
@@ -120,7 +125,8 @@ def cudnn(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
   window = None if shape.window is None else (shape.window - 1, 0)
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
   y = jax.nn.dot_product_attention(
-      q, k, v, scale=shape.scale, is_causal=True, local_window_size=window, implementation='cudnn')
+    q, k, v, scale=shape.scale, is_causal=True, local_window_size=window, implementation='cudnn'
+  )
   return y.swapaxes(1, 2)
 
 
@@ -139,8 +145,8 @@ def _kernel(run, platforms, features):
 
 # In order of preference, as 'auto' takes them.
 KERNELS = {
-    'splash': _kernel(splash, 'tpu', 'segments window cap'),
-    'cudnn': _kernel(cudnn, 'gpu cuda', 'window'),
-    'chunked': _kernel(chunked, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
-    'xla': _kernel(xla, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
+  'splash': _kernel(splash, 'tpu', 'segments window cap'),
+  'cudnn': _kernel(cudnn, 'gpu cuda', 'window'),
+  'chunked': _kernel(chunked, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
+  'xla': _kernel(xla, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
 }

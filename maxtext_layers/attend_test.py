@@ -19,8 +19,11 @@ def twin(q, k, v, shape, segments=None, sinks=None):
   out = np.zeros(q.shape)
   for b, n, i in itertools.product(*map(range, q.shape[:3])):
     g = n // (q.shape[1] // k.shape[1])
-    keys = [j for j in range(i + 1) if (shape.window is None or i - j < shape.window)
-            and (segments is None or segments[b][i] == segments[b][j])]
+    keys = [
+      j
+      for j in range(i + 1)
+      if (shape.window is None or i - j < shape.window) and (segments is None or segments[b][i] == segments[b][j])
+    ]
     scores = shape.scale * k[b, g, keys] @ q[b, n, i]
     if shape.cap is not None:
       scores = shape.cap * np.tanh(scores / shape.cap)
@@ -80,8 +83,10 @@ def test_padding_does_not_leak(run):
   q, k, v = example()
   dirty = [jnp.where((SEGMENTS == 0)[:, None, :, None], 1e3, a) for a in (q, k, v)]
   real = np.asarray(SEGMENTS != 0)
-  for a, b in zip(run(q, k, v, attend.Shape(0.3), SEGMENTS).swapaxes(1, 2)[real],
-                  run(*dirty, attend.Shape(0.3), SEGMENTS).swapaxes(1, 2)[real]):
+  for a, b in zip(
+    run(q, k, v, attend.Shape(0.3), SEGMENTS).swapaxes(1, 2)[real],
+    run(*dirty, attend.Shape(0.3), SEGMENTS).swapaxes(1, 2)[real],
+  ):
     assert (a == b).all()
 
 
@@ -96,6 +101,7 @@ def test_a_row_of_padding_is_finite(run):
 
 def test_blocks_skip_what_they_cannot_see():
   """Causal blocks do less than a square's work: (1 + 2 + 3 + 4) / 16 of its scores; a window of one block 7 / 16."""
+
   def scores(window):
     jaxpr = jax.make_jaxpr(lambda *a: attend.chunked(*a, attend.Shape(1.0, window), block=4))(*example(b=1, n=2, k=2))
     dots = [e.outvars[0].aval.shape for e in jaxpr.jaxpr.eqns if e.primitive.name == 'dot_general']

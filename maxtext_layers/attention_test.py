@@ -18,12 +18,12 @@ from maxtext_layers import stack
 
 PLAIN = attention.Spec(4, 2, 8, rope.Spec(8, 10000.0))
 MIXERS = {
-    'plain': PLAIN,
-    'window': dataclasses.replace(PLAIN, window=3),
-    'cap': dataclasses.replace(PLAIN, cap=0.5, scale=1.0),
-    'sinks and biases': dataclasses.replace(PLAIN, sinks=True, bias=('q', 'k', 'v', 'o')),
-    'qk-norm': dataclasses.replace(PLAIN, qk_norm=norm.Spec()),
-    'no rope': dataclasses.replace(PLAIN, rope=None),
+  'plain': PLAIN,
+  'window': dataclasses.replace(PLAIN, window=3),
+  'cap': dataclasses.replace(PLAIN, cap=0.5, scale=1.0),
+  'sinks and biases': dataclasses.replace(PLAIN, sinks=True, bias=('q', 'k', 'v', 'o')),
+  'qk-norm': dataclasses.replace(PLAIN, qk_norm=norm.Spec()),
+  'no rope': dataclasses.replace(PLAIN, rope=None),
 }
 
 
@@ -72,7 +72,9 @@ def prefill(model, x, length, positions=None):
   return f(model, x, positions)
 
 
-@pytest.mark.parametrize('mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks'])
+@pytest.mark.parametrize(
+  'mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks']
+)
 def test_prefill_in_pieces(mixer):
   """A prompt written in two calls: the second starts behind the first and reads what it left."""
   model = build(mixer)
@@ -81,7 +83,9 @@ def test_prefill_in_pieces(mixer):
   np.testing.assert_allclose(jnp.concatenate([y, z], 1), whole(model, X), atol=2e-5)
 
 
-@pytest.mark.parametrize('mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks'])
+@pytest.mark.parametrize(
+  'mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks']
+)
 def test_ragged_prompts_padded_left(mixer):
   """B3: prompts of 7 and 4 tokens in one batch, the second padded by 3 on the left: each decodes as if alone."""
   model = build(mixer)
@@ -140,12 +144,14 @@ def test_norms_come_before_the_rotation():
 
   def expected(norm_first):
     x = np.asarray(X, np.float64)
+
     def turned(a, weight):
       normed = lambda a: a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * weight
       a1, a2 = np.split(normed(a) if norm_first else a, 2, -1)
       cos, sin = np.asarray(table[0][0, 0]), np.asarray(table[1][0, 0])
       a = np.concatenate([a1 * cos - a2 * sin, a2 * cos + a1 * sin], -1)
       return a if norm_first else normed(a)
+
     q, k, v = (np.einsum('BTD,DNH->BNTH', x, w[n]) for n in 'qkv')
     scores = np.einsum('BNTH,BNSH->BNTS', turned(q, w['q_norm']), turned(k, w['k_norm'])) * 8**-0.5
     p = np.exp(np.where(np.tril(np.ones((12, 12), bool)), scores, -np.inf))
@@ -173,15 +179,40 @@ def test_auto_takes_what_works():
   assert attention.resolve('cudnn', 'gpu', specs=[MIXERS['window']]) == 'cudnn'
 
 
-@pytest.mark.parametrize('kernel, platform, packed, mixer, says', [
+@pytest.mark.parametrize(
+  'kernel, platform, packed, mixer, says',
+  [
     ('splash', 'cpu', False, 'plain', "kernel 'splash' does not run on cpu; what works here: auto, chunked, xla"),
-    ('cudnn', 'gpu', True, 'plain', "kernel 'cudnn' cannot do segments, which this run needs; what works here: auto, chunked, xla"),
-    ('cudnn', 'gpu', False, 'cap', "kernel 'cudnn' cannot do cap, which this run needs; what works here: auto, chunked, xla"),
-    ('splash', 'tpu', True, 'sinks and biases',
-     "kernel 'splash' cannot do sinks, which this run needs; what works here: auto, chunked, xla"),
-    ('chunkd', 'cpu', False, 'plain',
-     "kernel 'chunkd' is unknown; did you mean 'chunked'?; what works here: auto, chunked, xla"),
-])
+    (
+      'cudnn',
+      'gpu',
+      True,
+      'plain',
+      "kernel 'cudnn' cannot do segments, which this run needs; what works here: auto, chunked, xla",
+    ),
+    (
+      'cudnn',
+      'gpu',
+      False,
+      'cap',
+      "kernel 'cudnn' cannot do cap, which this run needs; what works here: auto, chunked, xla",
+    ),
+    (
+      'splash',
+      'tpu',
+      True,
+      'sinks and biases',
+      "kernel 'splash' cannot do sinks, which this run needs; what works here: auto, chunked, xla",
+    ),
+    (
+      'chunkd',
+      'cpu',
+      False,
+      'plain',
+      "kernel 'chunkd' is unknown; did you mean 'chunked'?; what works here: auto, chunked, xla",
+    ),
+  ],
+)
 def test_others_refuse(kernel, platform, packed, mixer, says):
   """J10, B1, A15: a kernel that cannot run here, or cannot do segments, caps or sinks, refuses and names those that can."""
   with pytest.raises(config.Error) as caught:

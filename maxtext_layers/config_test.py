@@ -99,7 +99,8 @@ def error(file, *overrides):
 def test_file_argument_overrides_and_rest(file):
   path = file('value.steps = 7')
   value, rest = config.parse(
-      ['--config.rate=2', '--workdir=/x', f'--config={path}:5', '--config.model.width', '9', 'more'], None)
+    ['--config.rate=2', '--workdir=/x', f'--config={path}:5', '--config.model.width', '9', 'more'], None
+  )
   assert (value.steps, value.rate, value.model.layers, value.model.width) == (7, 2.0, 5, 9)
   assert rest == ['--workdir=/x', 'more']
 
@@ -113,8 +114,18 @@ def test_resolve_knows_packaged_names(file):
 
 def test_values_of_every_kind(file):
   value = parsed(
-      file(), '--config.steps=3', '--config.rate=1e-3', '--config.name=none', '--config.note=hi', '--config.limit=none',
-      '--config.kind=fancy', '--config.verbose', '--config.model.shape=3,4', '--config.lora=build', '--config.lora.rank=2')
+    file(),
+    '--config.steps=3',
+    '--config.rate=1e-3',
+    '--config.name=none',
+    '--config.note=hi',
+    '--config.limit=none',
+    '--config.kind=fancy',
+    '--config.verbose',
+    '--config.model.shape=3,4',
+    '--config.lora=build',
+    '--config.lora.rank=2',
+  )
   assert (value.steps, value.rate, value.name, value.note, value.limit) == (3, 1e-3, 'none', 'hi', None)
   assert value.kind is Kind.FANCY and value.verbose is True and value.model.shape == (3, 4) and value.lora.rank == 2
   assert parsed(file(), '--config.note=x', '--config.note=none').note is None
@@ -128,7 +139,9 @@ def test_unknown_name_on_the_command_line(file):
   assert 'config.model.layres' in (text := error(file(), '--config.model.layres=3')) and "'config.model.layers'" in text
   assert "'config.model.width'" in error(file(), '--config.width=3')
   assert 'config.steps.x' in error(file(), '--config.steps.x=3')
-  assert error(file(), '--config.lora.rank=2') == 'config.lora.rank: config.lora is none; --config.lora=build comes first'
+  assert (
+    error(file(), '--config.lora.rank=2') == 'config.lora.rank: config.lora is none; --config.lora=build comes first'
+  )
 
 
 def test_unknown_name_in_a_file(file):
@@ -177,7 +190,9 @@ def test_dump_is_complete_deterministic_and_round_trips(file):
   assert lines['kind'] == "'fancy'" and lines['note'] == "'a b'" and lines['parts.1.factor'] == '3.0'
   assert lines['model'].endswith('Wide') and lines['lora'] == 'None'
   skip = ('model', 'lora', 'parts', 'config')
-  overrides = [f'--config.{n}={t.strip(chr(39))}' for n, t in lines.items() if n not in skip and not n.startswith('parts')]
+  overrides = [
+    f'--config.{n}={t.strip(chr(39))}' for n, t in lines.items() if n not in skip and not n.startswith('parts')
+  ]
   again = parsed(file('value.parts = (t.Scaling(2.0), t.Scaling(3.0, "y"))'), *overrides)
   assert again == value and config.dump(again) == text
 

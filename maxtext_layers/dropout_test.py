@@ -22,7 +22,8 @@ def test_off():
 
 def test_noise_depends_on_step_micro_batch_layer_and_site():
   noise = lambda step, micro, layer, site: dropout.apply(
-      X, dropout.layer_key(dropout.step_key(KEY, step, micro), layer), 0.5, site)
+    X, dropout.layer_key(dropout.step_key(KEY, step, micro), layer), 0.5, site
+  )
   base = noise(3, 1, 2, 'ffn')
   assert (noise(jnp.int32(3), jnp.int32(1), jnp.int32(2), 'ffn') == base).all()
   for other in ((4, 1, 2, 'ffn'), (3, 0, 2, 'ffn'), (3, 1, -1, 'ffn'), (3, 1, 2, 'mixer')):

@@ -47,8 +47,11 @@ def gradients(loss, *args, **options):
 
 
 @losses
-@pytest.mark.parametrize('chunks, options', [
-    (1, {}), (3, {'z_loss': 1e-2}), (5, {'cap': 2.0}), (64, {'vocab': 31, 'z_loss': 1e-2, 'cap': 2.0})], ids=str)
+@pytest.mark.parametrize(
+  'chunks, options',
+  [(1, {}), (3, {'z_loss': 1e-2}), (5, {'cap': 2.0}), (64, {'vocab': 31, 'z_loss': 1e-2, 'cap': 2.0})],
+  ids=str,
+)
 def test_equals_the_twin(loss, chunks, options):
   """B19: loss and both gradients, chunks that divide neither vocabulary (37) nor time (7), z-loss and soft cap."""
   x, w, targets, weights = example(scale=1.5)
@@ -152,9 +155,9 @@ def test_large_vocabulary_in_bfloat16(loss):
   p /= p.sum(-1, keepdims=True)
   p[np.arange(4), np.asarray(targets)[0]] -= 1
   exact = (p @ w64, p.T @ x64)
-  far = lambda grads: [np.linalg.norm(np.asarray(g, np.float64).reshape(e.shape) - e) / np.linalg.norm(e)
-                       for g, e in zip(grads, exact)]
-
+  far = lambda grads: [
+    np.linalg.norm(np.asarray(g, np.float64).reshape(e.shape) - e) / np.linalg.norm(e) for g, e in zip(grads, exact)
+  ]
 
   def plain(x, w, targets, _):
     y = jnp.einsum('BTD,VD->BTV', x, w).astype(jnp.float32)
@@ -168,8 +171,15 @@ def test_large_vocabulary_in_bfloat16(loss):
 @losses
 def test_memory(loss):
   """B18: temporaries of forward and backward for B * T = 4096, V = 32768 stay below a quarter of the logits."""
-  shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (
-      ((4, 1024, 64), jnp.float32), ((32768, 64), jnp.float32), ((4, 1024), jnp.int32), ((4, 1024), jnp.float32))]
+  shapes = [
+    jax.ShapeDtypeStruct(s, t)
+    for s, t in (
+      ((4, 1024, 64), jnp.float32),
+      ((32768, 64), jnp.float32),
+      ((4, 1024), jnp.int32),
+      ((4, 1024), jnp.float32),
+    )
+  ]
   run = lambda *args: jax.value_and_grad(loss, (0, 1))(*args, chunks=16)
   for f in (run, lambda *args: loss(*args, chunks=16)):
     used = jax.jit(f).lower(*shapes).compile().memory_analysis().temp_size_in_bytes

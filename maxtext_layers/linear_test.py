@@ -1,11 +1,11 @@
 """The small layers against their formulas."""
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax import nnx
 from maxtext_layers import cache
 from maxtext_layers import embed
 from maxtext_layers import linear
@@ -16,8 +16,14 @@ from maxtext_layers import param
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 8), np.float32))
 
 
-@pytest.mark.parametrize('equation, x, w', [
-    ('BTD,DF->BTF', (2, 3, 4), (4, 5)), ('BTD,DNH->BNTH', (2, 3, 4), (4, 2, 5)), ('BNTH,NHD->BTD', (2, 3, 4, 5), (3, 5, 6))])
+@pytest.mark.parametrize(
+  'equation, x, w',
+  [
+    ('BTD,DF->BTF', (2, 3, 4), (4, 5)),
+    ('BTD,DNH->BNTH', (2, 3, 4), (4, 2, 5)),
+    ('BNTH,NHD->BTD', (2, 3, 4, 5), (3, 5, 6)),
+  ],
+)
 def test_einsum_is_an_einsum(equation, x, w):
   rng = np.random.default_rng(0)
   a, b = rng.standard_normal(x).astype(np.float32), rng.standard_normal(w).astype(np.float32)
@@ -33,15 +39,19 @@ def test_no_operand_of_a_gradient_is_transposed_in_memory():
   f = lambda a, b: linear.einsum('BTD,DNH->BNTH', a, b).sum()
   text = str(jax.make_jaxpr(jax.grad(f, (0, 1)))(jnp.ones((2, 3, 4)), jnp.ones((4, 2, 5))))
   contracted = [line for line in text.splitlines() if 'dimension_numbers=((' in line]
-  assert contracted and all(line.split('dimension_numbers=((')[1].startswith(('[0], [0]', '[1], [0]', '[1], [1]', '[0], [1]'))
-                            for line in contracted)
+  assert contracted and all(
+    line.split('dimension_numbers=((')[1].startswith(('[0], [0]', '[1], [0]', '[1], [1]', '[0], [1]'))
+    for line in contracted
+  )
 
 
 def test_bias_stands_on_the_axes_of_the_output():
   layer = linear.Linear('BTD,DNH->BNTH', (8, 2, 4), ('embed', 'heads', 'head_dim'), bias=True, rngs=nnx.Rngs(0))
   plain = layer(X)
   layer.b[...] = jnp.arange(8.0).reshape(2, 4)
-  np.testing.assert_allclose(layer(X) - plain, np.broadcast_to(np.arange(8).reshape(1, 2, 1, 4), (2, 2, 3, 4)), atol=1e-5)
+  np.testing.assert_allclose(
+    layer(X) - plain, np.broadcast_to(np.arange(8).reshape(1, 2, 1, 4), (2, 2, 3, 4)), atol=1e-5
+  )
 
 
 def test_first_values():

@@ -23,11 +23,11 @@ type Array = jax.Array | np.ndarray
 
 
 def visible(
-    queries: Array,
-    keys: Array,
-    window: int | None = None,
-    query_segments: Array | None = None,
-    key_segments: Array | None = None,
+  queries: Array,
+  keys: Array,
+  window: int | None = None,
+  query_segments: Array | None = None,
+  key_segments: Array | None = None,
 ) -> Array:
   """Places in the row of queries [..., T] and keys [..., S], and their segments, -> bool [..., T, S].
 

@@ -17,7 +17,13 @@ def test_documents_and_padding():
   segments = np.array([[1, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]])
   seen = mask.visible(np.arange(6), np.arange(6), None, segments, segments)
   assert seen[0].astype(int).tolist() == [
-      [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1]]
+    [1, 0, 0, 0, 0, 0],
+    [1, 1, 0, 0, 0, 0],
+    [0, 0, 1, 0, 0, 0],
+    [0, 0, 1, 1, 0, 0],
+    [0, 0, 1, 1, 1, 0],
+    [0, 0, 0, 0, 0, 1],
+  ]
   assert (seen.sum(-1) > 0).all()
 
 

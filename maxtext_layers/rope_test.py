@@ -83,7 +83,9 @@ def test_partial_rotation_leaves_the_rest():
   table = rope.table(spec, np.arange(3)[None])
   got = rope.rotate(x, table)
   assert table[0].shape == (1, 1, 3, 2) and (got[..., 4:] == x[..., 4:]).all()
-  np.testing.assert_allclose(got[..., :4], rope.rotate(x[..., :4], rope.table(rope.Spec(4, 10000.0), np.arange(3)[None])))
+  np.testing.assert_allclose(
+    got[..., :4], rope.rotate(x[..., :4], rope.table(rope.Spec(4, 10000.0), np.arange(3)[None]))
+  )
 
 
 def test_table_of_numbers_is_a_constant_and_equals_the_traced_one():

@@ -16,12 +16,12 @@ from maxtext_layers import param
 from maxtext_layers import sharding
 
 CASES = {
-    'one': ('fsdp', (1, 1, 1)),
-    'fsdp': ('fsdp', (1, 8, 1)),
-    'tensor': ('tensor', (1, 1, 2)),
-    'data and tensor': ('tensor', (4, 1, 2)),
-    'fsdp and tensor': ('fsdp_tensor', (1, 4, 2)),
-    'all three': ('fsdp_tensor', (2, 2, 2)),
+  'one': ('fsdp', (1, 1, 1)),
+  'fsdp': ('fsdp', (1, 8, 1)),
+  'tensor': ('tensor', (1, 1, 2)),
+  'data and tensor': ('tensor', (4, 1, 2)),
+  'fsdp and tensor': ('fsdp_tensor', (1, 4, 2)),
+  'all three': ('fsdp_tensor', (2, 2, 2)),
 }
 
 
@@ -41,7 +41,6 @@ def work():
   spec = block.Spec(attention.Spec(4, 2, 8, rope.Spec(8, 1e4), qk_norm=norm.Spec()), mlp.Spec(32), norm.Spec())
 
   class Model(nnx.Module):
-
     def __init__(self, rngs):
       self.embed = embed.Embed(48, 16, rngs=rngs)
       self.stack = stack.Stack([spec] * 2, 16, rngs=rngs, scan=True)
@@ -49,9 +48,12 @@ def work():
 
   rng = np.random.default_rng(0)
   batch = {
-      'tokens': rng.integers(0, 48, (8, 12)), 'targets': rng.integers(0, 48, (8, 12)),
-      'segments': np.repeat([[1, 2, 0]], 8, 0).repeat(4, 1), 'positions': np.tile(np.arange(4), (8, 3)),
-      'weights': rng.random((8, 12), np.float32) * np.repeat([[1, 1, 0]], 8, 0).repeat(4, 1)}
+    'tokens': rng.integers(0, 48, (8, 12)),
+    'targets': rng.integers(0, 48, (8, 12)),
+    'segments': np.repeat([[1, 2, 0]], 8, 0).repeat(4, 1),
+    'positions': np.tile(np.arange(4), (8, 3)),
+    'weights': rng.random((8, 12), np.float32) * np.repeat([[1, 1, 0]], 8, 0).repeat(4, 1),
+  }
   # uneven rows: the last half has no token that counts
   batch['weights'][4:] = 0
   build = lambda: nnx.state(Model(nnx.Rngs(0)))
@@ -94,8 +96,10 @@ def work():
 @pytest.fixture(scope='module')
 def results():
   env = os.environ | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': os.pathsep.join(p for p in sys.path if p),
+  }
   done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
@@ -148,8 +152,13 @@ def test_a_mesh_that_does_not_fit_is_an_error():
 
 def test_config_checks_itself():
   for value, says in (
-      (sharding.Config(preset='fsdq'), r"config: preset='fsdq' is none of fsdp, tensor, fsdp_tensor; did you mean 'fsdp'"),
-      (sharding.Config(fsdp=-1, tensor=-1), 'more than one size is -1'), (sharding.Config(data=0), 'data=0')):
+    (
+      sharding.Config(preset='fsdq'),
+      r"config: preset='fsdq' is none of fsdp, tensor, fsdp_tensor; did you mean 'fsdp'",
+    ),
+    (sharding.Config(fsdp=-1, tensor=-1), 'more than one size is -1'),
+    (sharding.Config(data=0), 'data=0'),
+  ):
     with pytest.raises(config.Error, match=says):
       config.check(value)
   config.check(sharding.Config())
@@ -163,7 +172,8 @@ def test_a_large_weight_left_whole_is_an_error_that_names_it():
   with pytest.raises(config.Error) as caught:
     sharding.shardings_of(state, mesh, rules, large=100)
   assert str(caught.value) == (
-      'weight ffn.up (embed=6, mlp=5) stays whole on every device: no axis of it divides by fsdp=4 or tensor=2 of the mesh')
+    'weight ffn.up (embed=6, mlp=5) stays whole on every device: no axis of it divides by fsdp=4 or tensor=2 of the mesh'
+  )
   sharding.shardings_of(state, mesh, rules, large=120)  # 30 numbers of 4 bytes are not more than that
   sharding.shardings_of({'up': leaf(6, 4)}, mesh, rules, large=0)  # one way is enough
 
