@@ -110,6 +110,7 @@ def ours(workload, name, folder, *, steps, cache=None, extra=(), python=sys.exec
     'step_ms': 1e3 * statistics.median(seconds),
     'cpu_s_per_step': statistics.median(cpu),
     'first_step_s': seen[0][0],
+    'first_step_cpu_s': seen[0][1],
     'rss_mb': process.rss_mb,
     'faults_per_step': process.faults / len(rows),
     'loss_first': rows[0]['loss'],
@@ -136,6 +137,7 @@ def peer(process, steps):
     'step_ms': shown['step_ms_median'],
     'cpu_s_per_step': shown['cpu_s_per_step'],
     'first_step_s': shown['first_step_s'],
+    'first_step_cpu_s': shown.get('cpu_s_to_first'),  # MaxText's program knows it
     'rss_mb': shown['peak_rss_mb'],
     'faults_per_step': process.faults / steps,
     'loss_first': shown['loss_first'],
