@@ -1,8 +1,8 @@
 """Softmax attention, one function an implementation; `KERNELS` says what each can do and where it runs.
 
-q [B, N, T, H], k, v [B, K, S, H] -> [B, N, T, H], heads before time, as a matrix product wants them. Every implementation
-takes its mask from mask.visible; the twin that they are tested against is in attend_test.py. Reading order: `KERNELS`,
-`chunked` (and `xla`, which is chunked in one piece), `cached` (decode), `splash`, `cudnn`.
+q [B, N, T, H], k, v [B, K, S, H] -> [B, N, T, H], heads before time, as a matrix product wants them. Every
+implementation takes its mask from mask.visible; the twin that they are tested against is in attend_test.py. Reading
+order: `KERNELS`, `chunked` (and `xla`, which is chunked in one piece), `cached` (decode), `splash`, `cudnn`.
 """
 
 import math
@@ -26,7 +26,7 @@ class Shape:
 
 
 def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None = None) -> jax.Array:
-  """Query blocks of `block` rows, each against the keys that it can see: half the work of a square, and no dynamic loop.
+  """Query blocks of `block` rows, each against the keys that it can see: half the work of a square, no loop.
 
   Args:
     q: [B, N, T, H].
@@ -86,7 +86,7 @@ def _softmax_average(q, k, v, seen, cap, sinks):
 
 
 def splash(q, k, v, shape: Shape, segments=None, sinks=None, interpret: bool = False) -> jax.Array:
-  """The TPU kernel of jax.experimental.pallas. A Pallas call is opaque to the partitioner, so it runs under shard_map."""
+  """The TPU kernel of jax.experimental.pallas; opaque to the partitioner, so it runs under shard_map."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel  # only a TPU needs it
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

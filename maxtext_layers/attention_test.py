@@ -214,7 +214,7 @@ def test_auto_takes_what_works():
   ],
 )
 def test_others_refuse(kernel, platform, packed, mixer, says):
-  """J10, B1, A15: a kernel that cannot run here, or cannot do segments, caps or sinks, refuses and names those that can."""
+  """J10, B1, A15: a kernel that cannot run here, or cannot do what is needed, refuses and names those that can."""
   with pytest.raises(config.Error) as caught:
     attention.resolve(kernel, platform, packed, [MIXERS[mixer]])
   assert str(caught.value) == says

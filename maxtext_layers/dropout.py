@@ -1,8 +1,8 @@
 """Dropout whose noise depends on the step, the micro-batch, the layer and the site, and on nothing else.
 
-The key of a step is folded from the run's key (`step_key`), the stack folds in the layer index, a block the site: the same
-elements are dropped whether the layers are scanned or unrolled and before or after a run is resumed. Reading order:
-`step_key`, `layer_key`, `apply`.
+The key of a step is folded from the run's key (`step_key`), the stack folds in the layer index, a block the site: the
+same elements are dropped whether the layers are scanned or unrolled and before or after a run is resumed. Reading
+order: `step_key`, `layer_key`, `apply`.
 """
 
 import jax

@@ -134,7 +134,7 @@ def test_no_token_counts(loss):
 
 @losses
 def test_one_token_of_many_counts(loss):
-  """B21: one labelled token of 512, in chunks of 64 of which 7 are empty: the gradient is the dense one and not zero."""
+  """B21: one labelled token of 512, in chunks of 64 of which 7 are empty: the gradient is the dense one, not 0."""
   x, w, targets, _ = example(b=1, t=512)
   weights = jnp.zeros((1, 512)).at[0, 500].set(1.0)
   _, grads = gradients(loss, x, w, targets, weights, chunks=8)

@@ -32,8 +32,8 @@ def visible(
   """Places in the row of queries [..., T] and keys [..., S], and their segments, -> bool [..., T, S].
 
   Places are indices into the row, not rotary positions: in a packed row these start again with every document, and
-  causality with isolated segments is the same in both. Query i of a row sees exactly min(i + 1, window) keys. Given numpy
-  arrays the mask is a numpy array, a constant of the program.
+  causality with isolated segments is the same in both. Query i of a row sees exactly min(i + 1, window) keys. Given
+  numpy arrays the mask is a numpy array, a constant of the program.
   """
   distance = queries[..., :, None] - keys[..., None, :]
   seen = distance >= 0

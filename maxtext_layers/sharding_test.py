@@ -26,7 +26,7 @@ CASES = {
 
 
 def work():
-  """Loss and gradients of a small model on every mesh; the specs of some weights; two devices of which one has no token."""
+  """Loss, gradients and weight specs of a small model on every mesh; two devices of which one has no token."""
   import jax.numpy as jnp
 
   from maxtext_layers import attention
@@ -129,7 +129,6 @@ def test_weights_are_cut_where_the_preset_says(results):
   assert spec('fsdp and tensor', 'ffn.down') == "PartitionSpec(None, 'tensor', 'fsdp')"
   assert spec('fsdp and tensor', 'mixer.q.w') == "PartitionSpec(None, 'fsdp', 'tensor', None)"
   assert spec('fsdp and tensor', 'embed') == "PartitionSpec('tensor', 'fsdp')"
-  assert spec('one', 'ffn.gate') == 'PartitionSpec(None, None, None)' or 'fsdp' in spec('one', 'ffn.gate')
 
 
 SHAPE = type('Mesh', (), {'shape': {'data': 2, 'fsdp': 4, 'tensor': 2}})()
@@ -172,7 +171,8 @@ def test_a_large_weight_left_whole_is_an_error_that_names_it():
   with pytest.raises(config.Error) as caught:
     sharding.shardings_of(state, mesh, rules, large=100)
   assert str(caught.value) == (
-    'weight ffn.up (embed=6, mlp=5) stays whole on every device: no axis of it divides by fsdp=4 or tensor=2 of the mesh'
+    'weight ffn.up (embed=6, mlp=5) stays whole on every device: no axis of it divides by fsdp=4 or '
+    'tensor=2 of the mesh'
   )
   sharding.shardings_of(state, mesh, rules, large=120)  # 30 numbers of 4 bytes are not more than that
   sharding.shardings_of({'up': leaf(6, 4)}, mesh, rules, large=0)  # one way is enough
@@ -181,7 +181,7 @@ def test_a_large_weight_left_whole_is_an_error_that_names_it():
 def test_a_batch_that_does_not_divide_is_an_error_that_names_it():
   mesh, rules = jax.sharding.AbstractMesh((2, 4, 2), sharding.MESH), sharding.PRESETS['fsdp']
   sharding.check_rows(16, mesh, rules)
-  with pytest.raises(config.Error, match='^config.batch=12 does not divide over the mesh: data=2 x fsdp=4$'):
+  with pytest.raises(config.Error, match=r'^config\.batch=12 does not divide over the mesh: data=2 x fsdp=4$'):
     sharding.check_rows(12, mesh, rules, 'config.batch')
 
 

@@ -100,7 +100,7 @@ def test_remat_keeps_less(scan):
 
 
 def test_unknown_remat_names_the_known():
-  with pytest.raises(config.Error, match="remat 'qvk': 'qvk' is none of none, full, dots or a list of qkv, .*'qkv'"):
+  with pytest.raises(config.Error, match=r"remat 'qvk': 'qvk' is none of none, full, dots or a list of qkv, .*'qkv'"):
     build(remat='qvk')
 
 
