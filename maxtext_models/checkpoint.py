@@ -40,7 +40,7 @@ from maxtext_models import registry
 FORMAT = 'maxtext-native'
 VERSION = 1
 MANIFEST, CARD, WEIGHTS = 'model.json', 'card.json', 'weights'
-CHECKPOINTS, TOKENIZER = 'checkpoints', 'tokenizer'
+CHECKPOINTS, TOKENIZER, COMMIT = 'checkpoints', 'tokenizer', 'commit.json'
 
 
 def kind(directory) -> str:
@@ -127,10 +127,23 @@ def resolve(directory) -> str:
 
 
 def finished_steps(run) -> list[int]:
-  """Steps of a run's finished checkpoints, ascending. Names of unfinished ones are no plain numbers."""
+  """Steps of a run's finished checkpoints, ascending."""
   root = os.path.join(run, CHECKPOINTS)
-  names = [n for n in os.listdir(root) if n.isdecimal() and os.path.exists(os.path.join(root, n, MANIFEST))]
-  return sorted(map(int, names))
+  return sorted(int(n) for n in os.listdir(root) if n.isdecimal() and committed(os.path.join(root, n)))
+
+
+def committed(directory) -> dict | None:
+  """What commit.json of a training checkpoint says, or None if a file that it names is missing or shorter.
+
+  Training writes it last. It is an ordinary file, so a copy of a checkpoint is one, and half a copy is none.
+  """
+  try:
+    with open(os.path.join(directory, COMMIT), encoding='utf-8') as file:
+      stored = json.load(file)
+    whole = all(os.path.getsize(os.path.join(directory, n)) == size for n, size in stored['files'].items())
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    return None
+  return stored if whole else None
 
 
 def tokenizer_files(directory) -> str | None:

@@ -242,7 +242,11 @@ def test_a_run_means_its_newest_finished_checkpoint(saved, tmp_path):
   (run / 'tokenizer/tokenizer.json').write_text('{}')
   for step in ('4', '10'):
     shutil.copytree(saved, run / 'checkpoints' / step)
-  (run / 'checkpoints/12').mkdir()
+    (run / 'checkpoints' / step / 'commit.json').write_text('{"files": {}}')
+  shutil.copytree(saved, run / 'checkpoints/11')  # without the marker, as training leaves it when it is killed
+  shutil.copytree(saved, run / 'checkpoints/12')
+  (run / 'checkpoints/12/commit.json').write_text('{"files": {"model.json": 1}}')  # half a copy
+  (run / 'checkpoints/13').mkdir()
   (run / 'checkpoints/14.orbax-checkpoint-tmp').mkdir()
   (run / 'checkpoints/10/train.json').write_text('{"step": 10, "learning_rate": 0.5, "other": [1]}')
   assert checkpoint.resolve(run) == str(run / 'checkpoints/10')

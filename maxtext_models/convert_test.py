@@ -167,6 +167,7 @@ def test_a_run_becomes_a_directory_of_either_kind(run, source, tmp_path):
   (here / 'checkpoints').mkdir(parents=True)
   (here / 'config.txt').write_text('')
   checkpoint.save(here / 'checkpoints/3', *checkpoint.load(source))
+  (here / 'checkpoints/3/commit.json').write_text('{"files": {}}')
   (here / 'tokenizer').mkdir()
   (here / 'tokenizer/tokenizer.json').write_text('{"of": "the run"}')
   for to in ('native', 'hf'):

@@ -1,7 +1,7 @@
 """From settings to the parts of a run, with no array made yet and nothing compiled.
 
-What a run resolves by itself (mesh, attention kernel, scan plan, how the loss is cut, what decays) is decided here, once,
-and stands in the `Assembly` for everybody to read.
+What a run resolves by itself (mesh, attention kernel, scan plan, how the loss is cut, what decays) is decided here,
+once, and stands in the `Assembly` for everybody to read.
 """
 
 import dataclasses
@@ -73,11 +73,9 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   kernel = attention.resolve(settings.kernel, jax.default_backend(), not settings.data.artificial, specs)
   chunk = losses.resolve(settings.loss.chunk, mesh.size)
   scan = {'auto': card.layers > stack.DEEP, 'yes': True, 'no': False}[settings.scan]
-  options = dict(scan=scan, remat=settings.remat, dtype=jnp.dtype(str(settings.dtype)))
+  options = {'scan': scan, 'remat': settings.remat, 'dtype': jnp.dtype(str(settings.dtype))}
   chunks = losses.pieces(settings.loss, chunk)
-  core = functools.partial(
-    losses.next_token, chunk=chunk, chunks=chunks, z_loss=settings.loss.z_loss, kernel=kernel
-  )
+  core = functools.partial(losses.next_token, chunk=chunk, chunks=chunks, z_loss=settings.loss.z_loss, kernel=kernel)
   with sharding.use(mesh, rules):
     plan = state.plan(
       lambda: decoder.Decoder(card, rngs=nnx.Rngs(settings.seed), **options),

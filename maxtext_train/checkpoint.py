@@ -2,12 +2,12 @@
 
 A save copies the arrays to the host (after that the step may donate its buffers), writes them in the background into a
 hidden folder that says of itself that it is temporary, then writes `commit.json`, the names and sizes of all files, and
-renames. What has no commit.json, or lacks a file it names, is not listed. The marker is an ordinary file, so a copy of a
-checkpoint is a checkpoint.
+renames. What has no commit.json, or lacks a file it names, is not listed. The marker is an ordinary file, so a copy
+of a checkpoint is a checkpoint.
 
 What failed in the background is raised by the next `save`, `check` or `wait`.
 
-Reading order: `Checkpoints.save`, `_write`, `committed`, `Checkpoints.restore`, `flatten`.
+Reading order: `Checkpoints.save`, `_write`, `models.committed`, `Checkpoints.restore`, `flatten`.
 """
 
 import functools
@@ -28,7 +28,6 @@ from maxtext_layers import plan
 from maxtext_models import checkpoint as models
 from maxtext_models import layout
 
-COMMIT = 'commit.json'
 TEMPORARY = 'temporary'  # marks a folder that a save of ours may leave behind and a later one may delete
 _SHOWN = 10
 
@@ -45,20 +44,23 @@ class Checkpoints:
 
   def steps(self):
     """The committed steps, ascending."""
-    return sorted(int(p.name) for p in _children(self.folder) if p.name.isdigit() and committed(p))
+    return sorted(int(p.name) for p in _children(self.folder) if p.name.isdigit() and models.committed(p))
 
   def newest(self):
     """The newest committed step, or None."""
     return max(self.steps(), default=None)
 
   def path(self, step):
+    """Where a step is, or will be."""
     return self.folder / str(step)
 
   def tidy(self):
     """Deletes what interrupted saves of ours left behind, and nothing else."""
     for path in _children(self.folder):
-      if re.fullmatch(r'\.\d+\.[0-9a-f]{8}', path.name) and ((path / TEMPORARY).exists() or not _children(path)):
-        shutil.rmtree(path, ignore_errors=True)
+      if re.fullmatch(r'\.\d+\.[0-9a-f]{8}', path.name):
+        names = {p.name for p in _children(path)}
+        if not names or names & {TEMPORARY, models.COMMIT}:  # complete but not renamed is an unfinished save, too
+          _delete(path)
 
   def save(self, step, trees, files, *, wait=False):
     """Starts to save. Returns when the arrays may be donated; with `wait`, when the checkpoint is listed.
@@ -70,7 +72,7 @@ class Checkpoints:
     """
     with self._lock:
       self.wait()
-      if committed(self.path(step)):
+      if models.committed(self.path(step)):
         return
       try:
         temporary = self.folder / f'.{step}.{uuid.uuid4().hex[:8]}'
@@ -84,7 +86,7 @@ class Checkpoints:
           self._writers[item].save((temporary / item).absolute(), args=ocp.args.PyTreeSave(flat))
       except Exception as error:
         self._finish(list(trees))
-        shutil.rmtree(temporary, ignore_errors=True)
+        _delete(temporary)
         self._error = None
         raise _told(error, step, self.folder) from error
       self._thread = threading.Thread(
@@ -126,7 +128,7 @@ class Checkpoints:
     """
     self.wait()
     path = self.path(step)
-    stored = committed(path)
+    stored = models.committed(path)
     if stored is None:
       raise config.Error(f'{path} is no complete checkpoint; complete steps: {self.steps() or "none"}')
     out = {}
@@ -149,7 +151,7 @@ class Checkpoints:
       self._commit(step, temporary, leaves)
       self._prune()
     except Exception as error:  # handed to the main thread  pylint: disable=broad-except
-      shutil.rmtree(temporary, ignore_errors=True)
+      _delete(temporary)
       self._error = _told(error, step, self.folder)
 
   def _finish(self, items):
@@ -165,20 +167,20 @@ class Checkpoints:
     return first
 
   def _commit(self, step, temporary, leaves):
-    (temporary / TEMPORARY).unlink()
     sizes = {}
-    for path in sorted(p for p in temporary.rglob('*') if p.is_file()):
+    for path in sorted(p for p in temporary.rglob('*') if p.is_file() and p != temporary / TEMPORARY):
       with open(path, 'rb') as file:
         os.fsync(file.fileno())
       sizes[str(path.relative_to(temporary))] = path.stat().st_size
     text = json.dumps({'step': step, 'leaves': leaves, 'files': sizes}, indent=1)
-    with open(temporary / COMMIT, 'w') as file:
+    with open(temporary / models.COMMIT, 'w') as file:
       file.write(text)
       file.flush()
       os.fsync(file.fileno())
     target = self.path(step)
     if target.exists():  # part of a checkpoint: `save` would have left a whole one alone
       _discard(target)
+    (temporary / TEMPORARY).unlink()
     os.rename(temporary, target)
 
   def _prune(self):
@@ -186,17 +188,6 @@ class Checkpoints:
     for step in steps[: -self._keep] if self._keep else []:
       if not (self._keep_period and step % self._keep_period == 0):
         _discard(self.path(step))
-
-
-def committed(path):
-  """What commit.json of a complete checkpoint says, or None for anything else."""
-  path = pathlib.Path(path)
-  try:
-    stored = json.loads((path / COMMIT).read_text())
-    whole = all((path / name).stat().st_size == size for name, size in stored['files'].items())
-  except (OSError, ValueError, KeyError, AttributeError):
-    return None
-  return stored if whole else None
 
 
 def named(tree):
@@ -283,10 +274,20 @@ def _children(folder):
 def _discard(path):
   """Takes a checkpoint off the list at once, then deletes it."""
   (path / TEMPORARY).write_text('being deleted\n')
-  (path / COMMIT).unlink(missing_ok=True)
+  (path / models.COMMIT).unlink(missing_ok=True)
   aside = path.parent / f'.{path.name}.{uuid.uuid4().hex[:8]}'
   os.rename(path, aside)
-  shutil.rmtree(aside, ignore_errors=True)
+  _delete(aside)
+
+
+def _delete(path):
+  """Deletes a temporary folder, its mark last, so that what an interruption leaves is still marked."""
+  for child in _children(path):
+    if child.is_dir():
+      shutil.rmtree(child, ignore_errors=True)
+    elif child.name != TEMPORARY:
+      child.unlink(missing_ok=True)
+  shutil.rmtree(path, ignore_errors=True)
 
 
 def _told(error, step, folder):

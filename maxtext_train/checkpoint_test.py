@@ -85,7 +85,7 @@ def test_a_full_disk_is_one_line_and_harms_nothing(tmp_path, monkeypatch, error)
   store = checkpoint.Checkpoints(tmp_path)
   save(store, 3, wait=True)
   monkeypatch.setattr(store, '_commit', lambda *_: (_ for _ in ()).throw(error))
-  with pytest.raises(config.Failure, match='step 4 could not be written to .*: no space left'):
+  with pytest.raises(config.Failure, match=r'step 4 could not be written to .*: no space left'):
     save(store, 4, wait=True)
   assert equal(store.restore(3, {'optimizer': tree(0)})['optimizer'], tree(3))
   assert [p.name for p in tmp_path.iterdir()] == ['3']
@@ -111,7 +111,7 @@ def test_part_of_a_copy_is_not_listed(tmp_path):
   """E4: a copy that was interrupted has the marker perhaps, but not all files that the marker names."""
   store = checkpoint.Checkpoints(tmp_path)
   save(store, 3, wait=True)
-  names = json.loads((tmp_path / '3' / checkpoint.COMMIT).read_text())['files']
+  names = json.loads((tmp_path / '3' / models.COMMIT).read_text())['files']
   assert 'train.json' in names and any(n.startswith('optimizer/') for n in names)
   for name in names:
     kept = (tmp_path / '3' / name).read_bytes()
@@ -122,11 +122,11 @@ def test_part_of_a_copy_is_not_listed(tmp_path):
 
 
 def test_a_partial_folder_of_the_same_step_is_replaced(tmp_path):
-  """E8: the leftover of an interrupted save is not taken for a checkpoint and does not stop the next save of that step."""
+  """E8: the leftover of an interrupted save is no checkpoint and does not stop the next save of that step."""
   store = checkpoint.Checkpoints(tmp_path)
   save(store, 4, wait=True)
   shutil.copytree(tmp_path / '4', tmp_path / '6')
-  os.remove(tmp_path / '6' / checkpoint.COMMIT)
+  os.remove(tmp_path / '6' / models.COMMIT)
   assert store.newest() == 4
   save(store, 6, wait=True)
   assert store.steps() == [4, 6]
@@ -173,7 +173,7 @@ def test_items_may_be_chosen_and_missing_ones_allowed(tmp_path):
     store.restore(1, like)
   assert list(store.restore(1, like, only=['optimizer'])) == ['optimizer']
   assert list(store.restore(1, like, allow_missing=('average',))) == ['optimizer']
-  with pytest.raises(config.Error, match='2 is no complete checkpoint; complete steps: .1.'):
+  with pytest.raises(config.Error, match=r'2 is no complete checkpoint; complete steps: .1.'):
     store.restore(2, like)
 
 
@@ -239,7 +239,7 @@ def test_saved_on_four_devices_read_on_one_and_two(tmp_path):
   """E6: metadata, plain numpy and arrays on fewer devices, all from a checkpoint of four."""
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
   subprocess.run([sys.executable, '-c', _DEVICES, str(tmp_path)], check=True, env=environment)
-  assert checkpoint.committed(tmp_path / '1')['leaves'] == {'optimizer': {'m': [[8, 4], 'float32']}}
+  assert models.committed(tmp_path / '1')['leaves'] == {'optimizer': {'m': [[8, 4], 'float32']}}
   here = checkpoint.Checkpoints(tmp_path).restore(1, {'optimizer': {'m': jax.ShapeDtypeStruct((8, 4), np.float32)}})
   assert np.array_equal(here['optimizer']['m'], np.arange(32.0).reshape(8, 4))
   assert np.array_equal(models.Reader(tmp_path / '1' / 'optimizer')('m'), np.arange(32.0).reshape(8, 4))

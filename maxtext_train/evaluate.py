@@ -1,7 +1,7 @@
 """Held-out loss: sums over tokens, one division at the end.
 
-The loss core is that of training, so weights, segments and padding mean the same. The result does not depend on how many
-rows stand in a batch, and evaluating touches neither the training data nor a random key.
+The loss core is that of training, so weights, segments and padding mean the same. The result does not depend on how
+many rows stand in a batch, and evaluating touches neither the training data nor a random key.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ class Config:
   batches: int = 8
 
   def check(self) -> None:
+    """Raises config.Error naming the field."""
     if self.every < 0:
       raise config.Error(f'every={self.every} is negative')
     if self.batches < 1:
@@ -29,6 +30,8 @@ class Config:
 
 
 class Result(NamedTuple):
+  """Of one evaluation."""
+
   loss: float | None  # mean nats a token of weight 1; None where nothing had weight
   tokens: float  # the weight it was divided by
 

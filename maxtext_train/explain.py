@@ -132,4 +132,6 @@ def _commit() -> str | None:
 
 
 def _number(value: Any) -> str:
+  if isinstance(value, float):
+    return f'{value:.6g}'
   return f'{value:,}' if isinstance(value, int) else str(value)

@@ -1,13 +1,14 @@
 """What happens after a step: record, log, evaluate, save, profile. `pretrain` lists them, in this order.
 
-A hook is an object with `due`, `__call__` and `close`, see loop.Hook. None knows another; what two of them need is handed
-to both.
+A hook is an object with `due`, `__call__` and `close`, see loop.Hook. None knows another; what two of them need is
+handed to both.
 """
 
 from collections.abc import Callable
 import json
 import os
 import pathlib
+import shutil
 import sys
 import time
 from typing import Any
@@ -55,7 +56,7 @@ class Log:
         self._begun = (row.step, time.monotonic())
       text = self._line(row)
       if self._terminal:
-        columns = os.get_terminal_size(self._stream.fileno()).columns or 80
+        columns = shutil.get_terminal_size().columns
         self._write('\r' + text[: columns - 1].ljust(columns - 1))
         self._open = True
       elif row.step % self._every == 0 or row.step in (1, self._steps):
@@ -102,7 +103,7 @@ class Evaluate:
   ):
     self._every, self._measure, self._say = every, measure, say
     self._lines, self._board = metrics.Writer(folder / 'eval.jsonl'), Board(folder / 'tensorboard', 'eval')
-    self._newest = None
+    self._newest: int | None = None
 
   def due(self, step: int) -> bool:
     return step % self._every == 0

@@ -59,13 +59,17 @@ class Now:
 
 
 class Hook(Protocol):
+  """What is called after every step."""
+
   def due(self, step: int) -> bool:
     """Whether `step` must be finished, and its loss known to be finite, before the hook is called."""
     ...
 
   def __call__(self, now: Now) -> None: ...
 
-  def close(self) -> None: ...
+  def close(self) -> None:
+    """After the last step, however the run ended."""
+    ...
 
 
 def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, describe, dump, offer):

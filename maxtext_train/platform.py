@@ -11,6 +11,8 @@ from maxtext_layers import config
 
 
 class Platform(Protocol):
+  """What a run asks of the place where it happens."""
+
   def start(self) -> None:
     """Before the first look at devices, e.g. to join the processes of a job."""
     ...

@@ -1,8 +1,8 @@
 """Pretrains a model: python -m maxtext_train.pretrain [--config=FILE[:MODEL]] [--config.FIELD=VALUE ...]
 
-FILE is a path or the name of a packaged config: `quickstart` (a million parameters on the text that every Python brings,
-minutes on two cores) or `pretrain` (with any model that maxtext_models.models lists, e.g. pretrain:qwen3-0.6b). A run
-directory that holds checkpoints is resumed.
+FILE is a path or the name of a packaged config: `quickstart` (a million parameters on the text that every Python
+brings, minutes on two cores) or `pretrain` (with any model that maxtext_models.models lists, e.g. pretrain:qwen3-0.6b).
+A run directory that holds checkpoints is resumed.
 
 Reading order: `train`, which is in the order of time.
 """

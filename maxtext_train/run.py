@@ -27,7 +27,7 @@ class Dtype(enum.StrEnum):
 
 
 class Scan(enum.StrEnum):
-  """Whether layers of one kind are one traced loop. Auto scans deep models, which saves compile time, and unrolls others."""
+  """Whether layers of one kind are one traced loop. Auto scans deep models, to compile faster, and unrolls others."""
 
   AUTO = 'auto'
   YES = 'yes'
@@ -44,6 +44,7 @@ class Mesh:
   tensor: int = 1
 
   def check(self) -> None:
+    """Raises config.Error naming the field."""
     if self.preset not in sharding.PRESETS:
       known = ', '.join(sharding.PRESETS)
       raise config.Error(f'preset={self.preset!r} is none of {known}{config.nearest(self.preset, sharding.PRESETS)}')
@@ -65,6 +66,7 @@ class Checkpoint:
   on_sigterm: stop.OnSigterm = stop.OnSigterm.save
 
   def check(self) -> None:
+    """Raises config.Error naming the field."""
     if self.every < 0:
       raise config.Error(f'every={self.every} is negative')
     for name in ('keep', 'keep_period'):
@@ -81,6 +83,7 @@ class Profile:
   last: int = 0
 
   def check(self) -> None:
+    """Raises config.Error naming the field."""
     if self.first < 0:
       raise config.Error(f'first={self.first} is negative')
     if self.first and self.last < self.first:
@@ -118,6 +121,7 @@ class Pretrain:
   platform: str = 'local'  # or module:Class, see platform.py
 
   def check(self) -> None:
+    """Raises config.Error naming the field."""
     for name in ('steps', 'batch', 'length', 'accumulate', 'log_every'):
       if getattr(self, name) < 1:
         raise config.Error(f'{name}={getattr(self, name)} is not positive')

@@ -39,7 +39,6 @@ from maxtext_train import report
 from maxtext_train import state as states
 from maxtext_train.data import pipeline
 
-
 _LOCK = 'lock'
 
 
@@ -136,8 +135,8 @@ class Run:
     _write(self.folder / 'manifest.json', explain.manifest(self.settings, self._plan, resumed=self.resumed))
     shown = self._plan['model']
     print(
-      f'{shown["name"] or shown["family"]}: {shown["parameters"]:,} parameters; {self.settings.steps - self.start} steps of '
-      f'{self.settings.batch} x {self.settings.length} tokens; step compiled in {seconds:.1f} s'
+      f'{shown["name"] or shown["family"]}: {shown["parameters"]:,} parameters; {self.settings.steps - self.start} '
+      f'steps of {self.settings.batch} x {self.settings.length} tokens; step compiled in {seconds:.1f} s'
       + (' (from the cache)' if hit else '')
     )
 

@@ -1,10 +1,10 @@
 """SIGTERM, noticed at once, whatever the main thread is doing.
 
-A Python signal handler runs only between two bytecodes of the main thread, so a compilation of a minute hides the signal
-for a minute. Here the C-level handler writes to a pipe and a thread of our own reads it. At the next step boundary the
-loop saves and leaves; if no boundary comes within `grace` seconds (a compilation, an evaluation that compiles, data that
-does not arrive), the thread itself saves the state last offered to it and ends the process. A state that was donated to
-a running step is never offered: for that step one has to wait.
+A Python signal handler runs only between two bytecodes of the main thread, so a compilation of a minute hides the
+signal for a minute. Here the C-level handler writes to a pipe and a thread of our own reads it. At the next step
+boundary the loop saves and leaves; if no boundary comes within `grace` seconds (a compilation, an evaluation that
+compiles, data that does not arrive), the thread itself saves the state last offered to it and ends the process. A state
+that was donated to a running step is never offered: for that step one has to wait.
 
 Reading order: `Stop.watching` (installs it), `Stop.offer` and `Stop.take` (what the loop says), `Stop._answer`.
 """
@@ -53,6 +53,7 @@ class Stop:
 
   @property
   def saves(self):
+    """Whether a request to stop saves."""
     return self._mode == OnSigterm.save
 
   def raise_if_requested(self):
@@ -66,7 +67,7 @@ class Stop:
       self._taken.set()
 
   def offer(self, label, save):
-    """The state of `label` ('step 7') is whole and nobody writes to it: `save()` stores it and waits until it is stored."""
+    """The state of `label` ('step 7') is whole: `save()` stores it and waits until it is stored."""
     with self._lock:
       self._label, self._save = label, save
 

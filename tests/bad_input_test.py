@@ -123,7 +123,7 @@ def test_another_process_trains_there(folder):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder, monkeypatch):
-  """E16: NaN at step 3: one line, exit code 1, the batch kept elsewhere; the newest checkpoint is step 2 and resumes."""
+  """E16: NaN at step 3: one line, the batch kept elsewhere; the newest checkpoint is step 2 and resumes."""
   settings = tiny_run.settings(folder, checkpoint__every=1, evaluate__every=0, steps=5)
   from maxtext_train import assembly
 
@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder, monkeypatch):
     return place(self, batch)
 
   monkeypatch.setattr(assembly.Assembly, 'place', poisoned)
-  with pytest.raises(config.Failure, match='step 3: loss is nan, gradient norm is nan; the batch is in .*step_3'):
+  with pytest.raises(config.Failure, match=r'step 3: loss is nan, gradient norm is nan; the batch is in .*step_3'):
     pretrain.train(settings, folder / 'nan')
   monkeypatch.undo()
   assert sorted(p.name for p in (folder / 'nan' / 'checkpoints').iterdir()) == ['1', '2']

@@ -12,7 +12,6 @@ import pytest
 
 from maxtext_layers import config
 from maxtext_models import checkpoint as models
-from maxtext_train import checkpoint
 from maxtext_train import pretrain
 from maxtext_train import report
 from tests import tiny_run
@@ -34,7 +33,7 @@ def lines(folder):
 
 def arrays(step):
   """Every array of a checkpoint, by item and name."""
-  leaves = checkpoint.committed(step)['leaves']
+  leaves = models.committed(step)['leaves']
   return {(item, name): models.Reader(step / item)(name) for item in leaves for name in leaves[item]}
 
 
@@ -54,7 +53,8 @@ def test_the_run_directory(whole):
   """Everything that the run directory is said to hold, and what is in it."""
   folder, out = whole
   assert {p.name for p in folder.iterdir()} >= {
-    'config.txt', 'manifest.json', 'metrics.jsonl', 'eval.jsonl', 'tensorboard', 'checkpoints', 'report.html', 'tokenizer',
+    'config.txt', 'manifest.json', 'metrics.jsonl', 'eval.jsonl', 'tensorboard', 'checkpoints', 'report.html',
+    'tokenizer',
   }  # fmt: skip
   rows = report.read(folder / 'metrics.jsonl')
   assert [row['step'] for row in rows] == list(range(1, 11))
@@ -71,7 +71,7 @@ def test_the_run_directory(whole):
 
 
 def test_the_manifest_says_what_was_resolved(whole):
-  """B8, B9: the document mask, kernel and packing that were in force are stored with the run; the default is isolation."""
+  """B8, B9: the document mask, kernel and packing in force are stored with the run; the default is isolation."""
   told = json.loads((whole[0] / 'manifest.json').read_text())
   assert told['versions']['jax'] == jax.__version__ and told['python'] and 'commit' in told
   plan = told['plan']
@@ -121,8 +121,8 @@ def events(path):
 
 
 def test_ten_steps_are_five_and_a_new_process_and_five(whole, base):
-  """D5, E12, E17: bit-equal losses, rates, parameters, moments and place in the data, with packing, dropout, accumulation
-  2 and 2 data workers."""
+  """D5, D6, E17: bit-equal losses, rates, parameters, moments and place in the data, with packing, dropout,
+  accumulation 2 and 2 data workers."""
   folder = base / 'halves'
   shutil.copytree(whole[0], folder)
   shutil.rmtree(folder / 'checkpoints' / '10')
@@ -170,7 +170,7 @@ def test_weights_to_start_from(whole, base):
   assert rows[0]['loss'] < lines(whole[0])[0]['loss'] - 0.5  # it knows something already
   assert arrays(base / 'started' / 'checkpoints' / '2')['optimizer', 'optimizer.0.count'] == 2
   with pytest.raises(
-    config.Error, match='started has checkpoints .newest: step 2.: a run either starts from weights or'
+    config.Error, match=r'started has checkpoints .newest: step 2.: a run either starts from weights or'
   ):
     pretrain.train(settings, base / 'started')
   with pytest.raises(config.Error, match='export holds exported weights, which cannot be resumed'):

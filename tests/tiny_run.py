@@ -15,7 +15,7 @@ from maxtext_train import run
 from maxtext_train import schedule
 from maxtext_train.data import config as data
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).absolute().parents[1]
 _WORDS = 'the quick brown fox jumps over a lazy dog while five boxing wizards watch'.split()
 
 
@@ -62,14 +62,14 @@ def corpus(folder, files=30):
   return str(path)
 
 
-def start(folder, *arguments, workdir='run', wait=True, code=0, **environment):
-  """The program in a process of its own. -> (output, errors) when it ended with `code`, or the process with wait=False."""
-  command = [sys.executable, '-m', 'maxtext_train.pretrain', f'--config={ROOT / "tests" / "tiny_run.py"}']
+def start(folder, *arguments, workdir='run', wait=True, code=0, program=('-m', 'maxtext_train.pretrain'), **environ):
+  """The program in a process of its own. -> (output, errors) once it ended with `code`; wait=False: the process."""
+  command = [sys.executable, *program, f'--config={ROOT / "tests" / "tiny_run.py"}']
   command += [f'--config.data.paths={corpus(folder)}', f'--config.cache={folder / "cache"}', f'--workdir={workdir}']
   path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
   process = subprocess.Popen(
     [*command, '--allocator=system', *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path, **environment},
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path, **environ},
   )  # fmt: skip
   if not wait:
     return process

@@ -1,11 +1,11 @@
 """Any model that has a card: `--config=pretrain:MODEL`, e.g. pretrain:qwen3-0.6b; models.py lists them.
 
-The settings are a start for one machine, not a recipe. Data is the one thing that nobody can choose for you:
+The settings are a start for one machine, not a recipe. Data is what nobody can choose for you:
 
     --config.data.source=jsonl --config.data.paths=corpus/*.jsonl --config.data.tokenizer=DIR
 
-Without it the corpus is the standard library's sources, as bytes, which every vocabulary here can hold. Without MODEL the
-model is that of `--config.init_from=DIR`.
+Without it the corpus is the standard library's sources, as bytes, which every vocabulary here can hold. Without MODEL
+the model is that of `--config.init_from=DIR`.
 """
 
 from maxtext_layers import stack

@@ -20,13 +20,13 @@ def get_config():
       name='quickstart', layers=4, d_model=128, d_ff=384, heads=4, kv_heads=2, head_dim=32, vocab=259, vocab_multiple=8,
       context=1024, tied=True, theta=10000.0,
     ),
-    steps=600,
+    steps=500,  # about 150 s on two cores
     batch=16,
     length=256,
     data=data.Config(source=data.Source.STDLIB, tokenizer='byte', holdout=0.02),
     optimizer=optimizer.Config(b2=0.98),
     schedule=schedule.Config(kind=schedule.Kind.WSD, peak=4e-3, warmup=30, final=0.05, decay=0.3),
-    checkpoint=run.Checkpoint(every=200),
-    evaluate=evaluate.Config(every=200, batches=8),
+    checkpoint=run.Checkpoint(every=100),
+    evaluate=evaluate.Config(every=100, batches=8),
     sample='def ',
   )  # fmt: skip

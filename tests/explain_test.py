@@ -1,0 +1,77 @@
+"""What --explain prints, what a second start finds compiled, and the whole config of a run of each family."""
+
+import contextlib
+import io
+import json
+import pathlib
+import re
+
+import jax
+from jax import monitoring
+import pytest
+
+from maxtext_layers import config
+from maxtext_models import registry
+from maxtext_train import pretrain
+from tests import tiny_run
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden'
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+  return tmp_path_factory.mktemp('explain')
+
+
+def explain(settings):
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    pretrain.explain(settings)
+  return out.getvalue()
+
+
+def test_the_plan_is_explained_and_the_second_start_compiles_nothing(base):
+  """B9, C10, J11: mask policy, packing, kernel, mesh, decay list, memory and FLOPs; the cache is on by default."""
+  settings = tiny_run.settings(base)
+  events = []
+  monitoring.register_event_listener(lambda event, **_: events.append(event.rsplit('/', 1)[-1]))
+  first = explain(settings)
+  assert events.count('cache_hits') == 0 and events.count('cache_misses') > 0
+  events.clear()
+  jax.clear_caches()  # what another process would not have
+  assert explain(settings) == first
+  assert events.count('cache_hits') > 0 and events.count('cache_misses') == 0
+  assert first.startswith(config.dump(settings))
+  for text in (
+    'masks: causal; documents are isolated, padding is masked', 'kernels: attention chunked', 'documents concatenated',
+    'mesh: preset fsdp, data 1, fsdp 1, tensor 1', 'loss: cross-entropy in 8 chunks along the tokens, z-loss 0.0',
+    'scan: 1 block(s) x 1 from layer 0; 1 block(s) x 1 from layer 1', 'embed.w', 'decays: 14 parameters',
+    'schedule: kind cosine, updates 10, first 0.005', 'last 0.001',
+  ):  # fmt: skip
+    assert text in first, text
+  memory = re.search(r'memory of a device: state_and_batch ([\d.,]+) MiB, temporary ([\d.,]+) MiB', first)
+  parameters = 259 * 16 + 2 * (2 * 16 + 16 * 8 * (2 + 1 + 1 + 2) + 3 * 16 * 32) + 16  # table, blocks, last norm
+  state = 3 * 4 * parameters + 2 * 4  # float32 weights and two moments; two counters
+  assert float(memory[1]) == pytest.approx((state + 5 * 4 * 4 * 32) / 2**20, abs=0.06)  # and five arrays of the batch
+  flops = 6 * (parameters - 5 * 16) * 4 * 32 + 2 * 6 * 2 * 8 * 32 * 32 * 4  # all but norms; 2 layers of attention
+  assert f'flops_per_step: {flops:,}' in first
+
+
+@pytest.mark.parametrize('model', ['llama3.2-1b', 'qwen3-0.6b'])
+def test_config_goldens(model):
+  """The resolved config of one run a family: a diff shows what a change did to every model."""
+  value, rest = config.parse([f'--config=pretrain:{model}'], None, pretrain.resolve)
+  golden = GOLDEN / f'config_{model}.txt'
+  assert not rest and config.dump(value) == golden.read_text()
+
+
+def test_every_model_has_a_pretraining_config():
+  for name in registry.names():
+    value, _ = config.parse([f'--config=pretrain:{name}'], None, pretrain.resolve)
+    assert value.name == name and value.length <= value.model.context
+
+
+def test_the_quickstart_is_small_and_needs_nothing():
+  value, _ = config.parse([], 'quickstart', pretrain.resolve)
+  assert value.name == 'quickstart' and value.data.source == 'stdlib' and not value.data.paths
+  assert 0.7e6 < value.model.parameters() < 1.3e6
+  assert json.dumps(value.sample) == '"def "'
