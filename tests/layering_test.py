@@ -313,17 +313,14 @@ def test_cycles_are_found():
 
 
 def rules(package, kind):
-  """The calls of `kind` in a package's BUILD file, as {keyword: value}; a value that is no literal is left out."""
-  found = []
-  for node in ast.walk(ast.parse((ROOT / package / 'BUILD').read_text())):
-    if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == kind:
-      values = {}
-      for keyword in node.keywords:
-        try:
-          values[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-          continue
-      found.append(values)
+  """The calls of `kind` in a package's BUILD file, as {keyword: value}: Starlark that Python can run."""
+  text = (ROOT / package / 'BUILD').read_text(encoding='utf-8')
+  called = {
+    node.func.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and hasattr(node.func, 'id')
+  }
+  found, scope = [], {name: lambda *args, **keywords: [] for name in called}
+  scope[kind] = lambda **keywords: found.append(keywords)
+  exec(compile(text, f'{package}/BUILD', 'exec'), scope)
   return found
 
 
