@@ -13,11 +13,13 @@ Reading order: `NAMES`, `settle` (what a program calls first), `current` (what t
 `_accelerator`.
 """
 
+from collections.abc import Sequence
 import glob
 import json
 import os
 import sys
 import threading
+from typing import Any
 
 NAMES = ('auto', 'system', 'huge_pages', 'jemalloc', 'tcmalloc')
 
@@ -49,10 +51,10 @@ _KNOWN = ('jemalloc', 'tcmalloc', 'mimalloc', 'tbbmalloc', 'snmalloc', 'rpmalloc
 # Device files of NVIDIA, AMD, Google (accel: TPU v4 and older, vfio: newer), AWS, Intel and others.
 _NODES = ('/dev/nvidia[0-9]*', '/dev/kfd', '/dev/accel*', '/dev/vfio/[0-9]*', '/dev/neuron*', '/dev/dri/renderD*')
 
-_now = {'name': 'system', 'why': 'the process is not a program of its own'}
+_now: dict[str, Any] = {'name': 'system', 'why': 'the process is not a program of its own'}
 
 
-def settle(argv):
+def settle(argv: Sequence[str]) -> None:
   """Starts this process again under the allocator that `argv` asks for, unless it runs under it or none is wanted.
 
   To be called once, first thing: what the process has done before is done twice.
@@ -81,7 +83,7 @@ def settle(argv):
     _now = {'name': 'system', 'why': 'no other is installed'}
 
 
-def named(argv):
+def named(argv: Sequence[str]) -> str:
   """The value of the last `--allocator` in argv, before flags are parsed; 'auto' where there is none."""
   value, rest = 'auto', iter(argv[1:])
   for argument in rest:
@@ -93,12 +95,12 @@ def named(argv):
   return value
 
 
-def current():
+def current() -> dict[str, Any]:
   """The allocator this process runs under, for a manifest: `name`, `why`; `library`, `settings` if it started again."""
   return dict(_now)
 
 
-def announcement():
+def announcement() -> str:
   """One line for the user about what `settle` did, or '' if that was nothing."""
   if 'settings' not in _now:
     return ''
@@ -106,7 +108,7 @@ def announcement():
   return f'allocator: {_now["name"]}{library}; the program started again for it, --allocator=system prevents that'
 
 
-def environment(name):
+def environment(name: str) -> dict[str, str]:
   """What a process must find in its environment to run under allocator `name`, with what the user has there kept.
 
   Raises:
@@ -166,7 +168,17 @@ def _obstacle():
     return 'the process is at work already and cannot start again'
   if not sys.executable or not sys.orig_argv[1:] or sys.argv[0] in ('', '-'):
     return 'Python reads the program from its input and cannot read it again'
+  if not _as_started():
+    return 'the command line is not the one that the process was started with'
   return ''
+
+
+def _as_started():
+  """Whether starting again with `sys.orig_argv` runs this program: in a test runner it would run the tests again."""
+  count = len(sys.orig_argv) - len(sys.argv) + 1
+  head, tail = sys.orig_argv[:count], sys.orig_argv[count:]
+  begin = head[-1] == sys.argv[0] or head[-2:-1] in (['-m'], ['-c']) or head[-1].startswith(('-m', '-c'))
+  return tail == sys.argv[1:] and begin
 
 
 def _missing(name):

@@ -182,6 +182,14 @@ def test_a_program_from_standard_input_is_not_started_again(run):
   assert 'cannot read it again' in shown['now']['why']
 
 
+def test_another_program_in_this_process_is_not_started_again(run):
+  code = 'import sys, shown; sys.argv = {}; shown.main()'
+  for argv in (['other'], ['other', 'more'], ['-c', 'a']):
+    _, shown, err = run('b', how=['-c', code.format(argv)])
+    assert (shown['now']['name'], err) == ('system', '')
+    assert 'not the one' in shown['now']['why']
+
+
 def test_on_an_accelerator_the_system_one(run, monkeypatch, tmp_path):
   _, shown, _ = run(JAX_PLATFORMS='cuda,cpu')
   assert shown['now'] == {'name': 'system', 'why': 'JAX_PLATFORMS=cuda,cpu'}

@@ -17,10 +17,14 @@ another allocator must not pay for jax twice, and a misspelt flag is answered at
 Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code).
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import os
 import re
 import select
 import sys
+from typing import Any
+from typing import NoReturn
 
 from absl import flags
 
@@ -35,7 +39,14 @@ _ALLOCATOR = flags.DEFINE_enum(
 )
 
 
-def run(main, *, argv=None, config=None, resolve=None, positional=False):
+def run(
+  main: Callable[[Any], int | None],
+  *,
+  argv: Sequence[str] | None = None,
+  config: str | None = None,
+  resolve: Callable[[str], str | None] | None = None,
+  positional: bool = False,
+) -> NoReturn:
   """Runs a program and ends the process (SystemExit): 0 done, 2 bad flag, config or input, 1 anything else.
 
   A `config.Error` raised anywhere below is one line on stderr and code 2, a `config.Failure` one line and code 1. A
@@ -51,7 +62,7 @@ def run(main, *, argv=None, config=None, resolve=None, positional=False):
     positional: whether arguments that are no flags are welcome; else one is an error.
   """
   own, argv = argv is None, list(sys.argv if argv is None else argv)
-  code = 0
+  code: int | None = 0
   try:
     if set(argv[1:]) & {'--help', '-help', '-h', '-?'}:
       print(_help(main, argv[0], config))
