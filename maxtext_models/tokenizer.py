@@ -288,7 +288,7 @@ class _SentencePiece:
 
   SentencePiece puts a space before a text ("dummy prefix"). It belongs before the first word of the text only; before
   every stretch between special tokens where tokenizer_config.json says `legacy` or, as transformers reads it, nothing.
-  A text that begins with a space gets it all the same, as from SentencePiece itself; transformers 5 leaves it out there.
+  A text that begins with a space gets it all the same, as from SentencePiece; transformers 5 leaves it out there.
   """
 
   def __init__(self, path: str, added: dict[str, tuple[int, bool]], settings: dict[str, Any]):
