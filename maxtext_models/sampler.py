@@ -217,6 +217,7 @@ def _decode(graph, params, state, rows, heat, start, steps, *, how, size):
   Returns the state, tokens int32 [B, size], their log-probabilities float32 [B, size], and how many each row said.
   """
   batch, before = state.token.shape[0], state.count
+  graph, params = _without_padding(graph, params)
 
   def more(carry):
     step, state, _, _ = carry
@@ -238,6 +239,15 @@ def _decode(graph, params, state, rows, heat, start, steps, *, how, size):
   empty = jnp.zeros((batch, size), jnp.int32), jnp.zeros((batch, size), jnp.float32)
   _, state, ids, logprobs = jax.lax.while_loop(more, step, (jnp.int32(0), state, *empty))
   return state, ids, logprobs, state.count - before
+
+
+def _without_padding(graph, params):
+  """The model with its tables cut to the vocabulary: once before the loop, not again for the logits of every token."""
+  model = nnx.merge(graph, params)
+  for table in (model.embed, model.head):
+    if table is not None and table.w[...].shape[0] > model.vocab:
+      table.w = table.w.replace(table.w[...][: model.vocab])
+  return nnx.split(model)
 
 
 def _ended(token, count, rows):
