@@ -1,3 +1,3 @@
 """Post-training of the models of maxtext_models."""
 
-__version__ = "0.1.0"
+__version__ = '0.1.0'

@@ -1,3 +1,3 @@
 """Pretraining: data, step, loop, checkpoints."""
 
-__version__ = "0.1.0"
+__version__ = '0.1.0'
