@@ -113,8 +113,13 @@ def equations(jaxpr):
   """All equations, those of inner programs too."""
   total = 0
   for equation in jaxpr.eqns:
-    total += 1 + sum(equations(inner) for inner in jax.core.jaxprs_in_params(equation.params))
+    inner = [p for p in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program) if is_program(p)]
+    total += 1 + sum(equations(getattr(p, 'jaxpr', p)) for p in inner)
   return total
+
+
+def is_program(value):
+  return hasattr(value, 'eqns') or hasattr(getattr(value, 'jaxpr', None), 'eqns')
 
 
 def test_program_size_does_not_grow_with_depth():
