@@ -83,7 +83,7 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
       mesh,
       rules,
     )
-  rate = schedule.build(settings.schedule, settings.steps)
+  rate = jax.jit(schedule.build(settings.schedule, settings.steps))  # the host asks for it, too
   return Assembly(
     card=card,
     scan=scan,

@@ -12,6 +12,7 @@ Reading order: `Checkpoints.save`, `_write`, `models.committed`, `Checkpoints.re
 
 import functools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -36,6 +37,8 @@ class Checkpoints:
   """The checkpoints below `folder`. Keeps the newest `keep` and every step that is a multiple of `keep_period`."""
 
   def __init__(self, folder, *, keep=None, keep_period=None):
+    logging.getLogger('absl').addFilter(_not_orbax)
+    logging.getLogger('asyncio').addFilter(_not_orbax)
     self.folder = pathlib.Path(folder)
     self._keep, self._keep_period = keep, keep_period
     self._writers = {}
@@ -78,6 +81,7 @@ class Checkpoints:
         temporary = self.folder / f'.{step}.{uuid.uuid4().hex[:8]}'
         temporary.mkdir(parents=True)
         (temporary / TEMPORARY).write_text(f'a save of step {step}, unfinished\n')
+        self._room(step, trees)
         leaves = {}
         for item, tree in trees.items():
           flat, leaves[item] = flatten(tree)
@@ -88,7 +92,9 @@ class Checkpoints:
         self._finish(list(trees))
         _delete(temporary)
         self._error = None
-        raise _told(error, step, self.folder) from error
+        if (told := _told(error, step, self.folder)) is error:
+          raise
+        raise told from error
       self._thread = threading.Thread(
         target=self._write, args=(step, temporary, list(trees), leaves, files), name='save'
       )
@@ -141,6 +147,16 @@ class Checkpoints:
         path / item, stored['leaves'][item], like[item], (_segments(path), segments) if segments else (None, None)
       )
     return out
+
+  def _room(self, step, trees):
+    """Raises config.Failure where the disk cannot hold what this process will write: now, for writers are noisy."""
+    leaves = [leaf for leaf in jax.tree.leaves(trees) if not _is_key(leaf)]
+    size = sum(leaf.nbytes for leaf in leaves) // jax.process_count() + 2**20
+    if (free := shutil.disk_usage(self.folder).free) < size:
+      raise config.Failure(
+        f'the checkpoint of step {step} could not be written to {self.folder}: no space left: it takes '
+        f'{size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free'
+      )
 
   def _write(self, step, temporary, items, leaves, files):
     try:
@@ -267,6 +283,12 @@ def _segments(path):
   return [plan.Segment((None,) * s['period'], s['count'], s['start']) for s in models.read_manifest(path)['plan']]
 
 
+def _not_orbax(record):
+  """Orbax and its event loops log an error with its traceback, several times, before they raise it; once is enough."""
+  told = record.levelno >= logging.ERROR and record.name in ('absl', 'asyncio')
+  return not (told and 'orbax' in f'{record.pathname} {record.getMessage()}')
+
+
 def _children(folder):
   return list(folder.iterdir()) if folder.is_dir() else []
 
@@ -292,6 +314,8 @@ def _delete(path):
 
 def _told(error, step, folder):
   """A full or broken disk becomes one line; what else went wrong stays what it is."""
+  if isinstance(error, config.Failure):
+    return error
   reason = ' '.join(str(error).split())
   for text in ('No space left', 'File too large', 'Disk quota', 'Read-only file system', 'Input/output error'):
     if text in reason:

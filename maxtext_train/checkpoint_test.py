@@ -91,6 +91,15 @@ def test_a_full_disk_is_one_line_and_harms_nothing(tmp_path, monkeypatch, error)
   assert [p.name for p in tmp_path.iterdir()] == ['3']
 
 
+def test_a_disk_too_small_is_known_before_anything_is_written(tmp_path, monkeypatch):
+  store = checkpoint.Checkpoints(tmp_path)
+  save(store, 3, wait=True)
+  monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda _: shutil._ntuple_diskusage(0, 0, 2**19))
+  with pytest.raises(config.Failure, match=r'step 4 could not be written to .*: no space left: it takes 1 MiB, 0 MiB are'):
+    save(store, 4)
+  assert [p.name for p in tmp_path.iterdir()] == ['3']
+
+
 def test_a_copy_is_a_checkpoint_and_tidying_touches_only_our_own(tmp_path):
   """E4: cp -r of a checkpoint loads; cleaning up removes only folders that a save of ours marked as temporary."""
   store = checkpoint.Checkpoints(tmp_path / 'a')

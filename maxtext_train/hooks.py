@@ -19,6 +19,8 @@ from maxtext_train import evaluate
 from maxtext_train import loop
 from maxtext_train import metrics
 
+_FLUSH = 5.0  # seconds
+
 
 class Record:
   """metrics.jsonl and tensorboard/: one line and one event a finished step."""
@@ -176,20 +178,34 @@ class Profile:
 
 
 class Board:
-  """TensorBoard events."""
+  """TensorBoard events. Not a `SummaryWriter`, which writes, and fails on a full disk, in a thread of its own."""
 
   def __init__(self, folder: pathlib.Path, name: str = 'train'):
-    from tensorboardX import SummaryWriter  # loads protobuf, half a second
+    from tensorboardX import record_writer  # loads protobuf, half a second
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.proto import summary_pb2
 
-    self._writer = SummaryWriter(str(folder), filename_suffix=f'.{name}', flush_secs=10)
+    folder.mkdir(exist_ok=True)
+    self._flushed = 0.0
+    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+    self._writer = record_writer.RecordWriter(str(folder / f'events.out.tfevents.{time.time_ns()}.{name}'))
+    self._write(self._event(wall_time=time.time(), file_version='brain.Event:2'))
 
   def add(self, step: int, values: dict[str, Any], prefix: str) -> None:
-    for name, value in values.items():
-      if name != 'step' and isinstance(value, (int, float)):
-        self._writer.add_scalar(f'{prefix}/{name}', value, step)
+    """One event with all the numbers of a step."""
+    numbers = {n: v for n, v in values.items() if n != 'step' and isinstance(v, (int, float))}
+    found = [self._summary.Value(tag=f'{prefix}/{name}', simple_value=value) for name, value in numbers.items()]
+    self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=found)))
 
   def close(self) -> None:
+    """Ends the file."""
     self._writer.close()
+
+  def _write(self, event: Any) -> None:
+    self._writer.write(event.SerializeToString())
+    if time.monotonic() - self._flushed > _FLUSH:  # not every step: it waits for the disk
+      self._writer.flush()
+      self._flushed = time.monotonic()
 
 
 def truncate(path: pathlib.Path, step: int) -> None:

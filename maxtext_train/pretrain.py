@@ -7,6 +7,7 @@ A run directory that holds checkpoints is resumed.
 Reading order: `train`, which is in the order of time.
 """
 
+import errno
 import functools
 import importlib.resources
 import sys
@@ -45,6 +46,7 @@ def explain(settings):
 
 def train(settings, folder):
   """Trains, or resumes, the run in `folder`. -> exit code."""
+  from maxtext_layers import config
   from maxtext_train import assembly
   from maxtext_train import hooks
   from maxtext_train import loop
@@ -85,6 +87,10 @@ def train(settings, folder):
             hook.close()
         run.finish(state, done)
     return 0
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO):
+      raise
+    raise config.Failure(f'{error.filename or folder}: {error.strerror}') from error
   except stops.Stopped:
     print('SIGTERM: ' + run.stopped(stop.saves), file=sys.stderr)
     return stops.CODE

@@ -55,8 +55,12 @@ def write(folder: pathlib.Path, facts: dict[str, Any]) -> pathlib.Path:
   )
   target = folder / 'report.html'
   temporary = target.with_suffix('.part')
-  temporary.write_text(text, encoding='utf-8')
-  os.replace(temporary, target)
+  try:
+    temporary.write_text(text, encoding='utf-8')
+    os.replace(temporary, target)
+  except OSError as error:
+    temporary.unlink(missing_ok=True)
+    raise OSError(error.errno, error.strerror, str(target)) from error
   return target
 
 
