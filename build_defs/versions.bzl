@@ -1,7 +1,7 @@
 """Which versions of a distribution the wheels allow.
 
-The floor is the oldest that was tried; the ceiling is where the distribution may change what it promises. What the tests
-run on is in requirements_lock.txt; .ci/run also resolves the floors.
+The floor is where looking back stopped, the ceiling is where the distribution may change what it promises. The tests run
+on what requirements_lock.txt pins, between the two; .ci/run resolves both ends for each system, without running there.
 """
 
 ALLOWED = {
