@@ -50,6 +50,18 @@ def test_window(run, window):
 
 
 @here
+@pytest.mark.parametrize('window', [1, 2])
+def test_small_windows_beside_padding(run, window):
+  """A6: window 1 sees itself alone and window 2 one more, T=10, with padding on the right."""
+  shape, segments = attend.Shape(0.3, window), jnp.asarray([[1] * 7 + [0] * 3, [1] * 10])
+  q, k, v = example(t=10)
+  got = run(q, k, v, shape, segments)
+  np.testing.assert_allclose(got, twin(q, k, v, shape, segments), atol=1e-6)
+  if window == 1:  # the softmax of one score is 1
+    np.testing.assert_allclose(got, jnp.repeat(v, 2, 1), atol=1e-6)
+
+
+@here
 def test_segments_cap_and_sinks(run):
   shape, sinks = attend.Shape(0.3, 5, 1.5), jnp.asarray([0.5, -1.0, 2.0, 0.0])
   got = run(*example(), shape, SEGMENTS, sinks)
