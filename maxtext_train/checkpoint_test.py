@@ -95,7 +95,9 @@ def test_a_disk_too_small_is_known_before_anything_is_written(tmp_path, monkeypa
   store = checkpoint.Checkpoints(tmp_path)
   save(store, 3, wait=True)
   monkeypatch.setattr(checkpoint.shutil, 'disk_usage', lambda _: shutil._ntuple_diskusage(0, 0, 2**19))
-  with pytest.raises(config.Failure, match=r'step 4 could not be written to .*: no space left: it takes 1 MiB, 0 MiB are'):
+  with pytest.raises(
+    config.Failure, match=r'step 4 could not be written to .*: no space left: it takes 1 MiB, 0 MiB are'
+  ):
     save(store, 4)
   assert [p.name for p in tmp_path.iterdir()] == ['3']
 

@@ -1,7 +1,7 @@
 """report.html: the curves and the settings of a run in one file that needs no network.
 
 Drawn by Plotly in the reader's browser. Its script is taken from the plotly distribution and put into the page as it
-is; the Python half of plotly is not imported, because it costs more than writing the page.
+is; the Python half of plotly is not imported, because it takes longer than writing the page.
 """
 
 import html

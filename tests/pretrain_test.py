@@ -149,8 +149,9 @@ def test_ten_steps_are_five_and_a_new_process_and_five(whole, base):
 
 
 def test_evaluation_and_workers_change_nothing(whole, base):
-  """I6: train losses are bit-equal without evaluation; D3: and without workers."""
-  train(tiny_run.settings(base, evaluate__every=0), base / 'alone')
+  """I6: train losses are bit-equal without evaluation; D3: and without workers. A profile changes nothing either."""
+  train(tiny_run.settings(base, evaluate__every=0, profile__first=2, profile__last=3), base / 'alone')
+  assert [p.stat().st_size > 0 for p in (base / 'alone' / 'profile').rglob('*.xplane.pb')] == [True]
   assert lines(base / 'alone') == lines(whole[0])
   assert not (base / 'alone' / 'eval.jsonl').exists()
 
