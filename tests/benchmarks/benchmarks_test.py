@@ -98,7 +98,7 @@ def test_sides_take_turns_and_rounds_are_compared():
 
 def test_ours_and_the_twin_run(monkeypatch, capsys):
   """Both, really, on the smallest workload."""
-  arguments = ['--workload=W0', '--allocator=system', '--rounds=1', '--steps=5', '--set=seed=3']
+  arguments = ['--workload=W0', '--allocator=system', '--rounds=1', '--steps=20', '--set=seed=3']
   found = line(train_ratio, arguments, monkeypatch, capsys)
   assert found['ratio'] == found['range'][0] == found['range'][1] > 0
   assert found['ratio'] == pytest.approx(found['tokens_per_s']['ours'] / found['tokens_per_s']['twin'], rel=1e-3)

@@ -7,7 +7,6 @@ and with `others`, the share of the machine that everybody else used meanwhile; 
 in which the sides took turns.
 """
 
-import itertools
 import json
 import os
 import pathlib
@@ -87,6 +86,8 @@ def ours(workload, name, folder, *, steps, cache=None, extra=(), python=sys.exec
     extra: more arguments.
     python: interpreter.
   """
+  if steps < WARMUP + 3:
+    raise ValueError(f'{steps} steps are too few: {WARMUP} do not count, and two more are needed to take a difference')
   folder = pathlib.Path(folder)
   seen = []  # (seconds since the start, processor seconds, machine's busy seconds) at each finished step
   begin = time.perf_counter()
@@ -104,11 +105,13 @@ def ours(workload, name, folder, *, steps, cache=None, extra=(), python=sys.exec
   process = Process([*command, f'--allocator={name}', *extra], watch=watch)
   rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
   seconds = [row['step_seconds'] for row in rows][WARMUP:]
-  cpu = [b[1] - a[1] for a, b in itertools.pairwise(seen)][WARMUP - 1 :]
+  # the last step is left out: after it the process saves, and may end before it is looked at
+  counted = seen[WARMUP - 1 : -1]
+  first, last = counted[0], counted[-1]
   return {
     'tokens_per_s': _tokens(workload) / statistics.median(seconds),
     'step_ms': 1e3 * statistics.median(seconds),
-    'cpu_s_per_step': statistics.median(cpu),
+    'cpu_s_per_step': (last[1] - first[1]) / (len(counted) - 1),
     'first_step_s': seen[0][0],
     'first_step_cpu_s': seen[0][1],
     'rss_mb': process.rss_mb,
@@ -195,12 +198,11 @@ def shown(row):
 
 
 def cpu_seconds(pid):
-  """That a running process has used."""
+  """That a running process has used, to the microsecond; NaN when it has ended."""
   try:
-    fields = pathlib.Path(f'/proc/{pid}/stat').read_text().rsplit(') ', 1)[1].split()
+    return time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) makes of a pid
   except OSError:
     return float('nan')
-  return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def busy_seconds():
