@@ -53,8 +53,13 @@ def open_run(settings, folder):
   with _lock(run.folder):
     try:
       yield run
+    except BaseException:
+      with contextlib.suppress(Exception):  # what ended the run is the news
+        run.checkpoints.wait()
+      raise
     finally:
       run.close()
+    run.checkpoints.wait()
 
 
 class Run:
