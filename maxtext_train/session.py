@@ -37,6 +37,7 @@ from maxtext_train import loop
 from maxtext_train import metrics as record
 from maxtext_train import report
 from maxtext_train import state as states
+from maxtext_train.data import feed
 from maxtext_train.data import pipeline
 
 _LOCK = 'lock'
@@ -147,10 +148,9 @@ class Run:
 
   def batches(self, parts):
     """(global batch, real tokens in it, Data behind it)."""
-    for batch in self._loader:
-      real = batch['segments'] > 0 if 'segments' in batch else np.ones(batch['tokens'].shape, bool)
-      count = int(real.sum()) * jax.process_count()
-      yield parts.place(batch), count, loop.Data(self._loader, self._loader.position())
+    with feed.Feed(self._loader, parts.place) as fed:
+      for batch in fed:
+        yield batch, fed.tokens, loop.Data(self._loader, fed.position())
 
   def evaluation(self, parts, stop, say):
     """The evaluation hook, if there is evaluation."""
@@ -333,11 +333,12 @@ def tokenizer(settings, card):
 
 
 def loader(settings, card, tokenizer, state=None, split='train'):
-  """The data of this process."""
+  """The data of the run."""
+  if jax.process_count() > 1:  # data, feed and sharding know of processes; the run directory has one writer so far
+    raise config.Error(f'this run has {jax.process_count()} processes; only one can write a run so far')
   return pipeline.build(
     settings.data, batch=settings.batch, length=settings.length, tokenizer=tokenizer, state=state, split=split,
-    process=jax.process_index(), processes=jax.process_count(), vocab=card.vocab,
-    batches=settings.evaluate.batches if split == 'heldout' else None,
+    vocab=card.vocab, batches=settings.evaluate.batches if split == 'heldout' else None,
   )  # fmt: skip
 
 
