@@ -23,10 +23,10 @@ def get_config():
     steps=500,  # about 150 s on two cores
     batch=16,
     length=256,
-    data=data.Config(source=data.Source.STDLIB, tokenizer='byte', holdout=0.02),
+    data=data.Config(source=data.Source.STDLIB, tokenizer='byte', holdout=0.02, piece=1024),  # short: neighbours differ
     optimizer=optimizer.Config(b2=0.98),
-    schedule=schedule.Config(kind=schedule.Kind.WSD, peak=4e-3, warmup=30, final=0.05, decay=0.3),
+    schedule=schedule.Config(kind=schedule.Kind.WSD, peak=4e-3, final=0.05, decay=0.3),
     checkpoint=run.Checkpoint(every=100),
-    evaluate=evaluate.Config(every=100, batches=8),
+    evaluate=evaluate.Config(every=100, batches=16),
     sample='def ',
   )  # fmt: skip
