@@ -74,7 +74,7 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   chunk = losses.resolve(settings.loss.chunk, mesh.size)
   scan = {'auto': card.layers > stack.DEEP, 'yes': True, 'no': False}[settings.scan]
   options = {'scan': scan, 'remat': settings.remat, 'dtype': jnp.dtype(str(settings.dtype))}
-  chunks = losses.pieces(settings.loss, chunk)
+  chunks = losses.pieces(settings.loss, chunk, settings.batch // settings.accumulate * settings.length)
   core = functools.partial(losses.next_token, chunk=chunk, chunks=chunks, z_loss=settings.loss.z_loss, kernel=kernel)
   with sharding.use(mesh, rules):
     plan = state.plan(

@@ -46,7 +46,7 @@ def plan(settings: Any, assembly: Any, data: dict[str, Any], compiled: Any) -> d
     'kernels': {'attention': assembly.kernel},
     'masks': 'causal' if settings.data.artificial else 'causal; documents are isolated, padding is masked',
     'data': data,
-    'loss': f'cross-entropy in {assembly.chunks} chunks along the {assembly.chunk}, z-loss {settings.loss.z_loss}',
+    'loss': f'cross-entropy in {assembly.chunks} chunk(s) along the {assembly.chunk}, z-loss {settings.loss.z_loss}',
     'scan': [f'{len(s.specs)} block(s) x {s.count} from layer {s.start}' for s in assembly.segments],
     'remat': settings.remat,
     'dtype': {'compute': str(settings.dtype), 'parameters': 'float32', 'moments': 'float32'},

@@ -37,7 +37,7 @@ class Config:
   """How the cross-entropy is computed, and what is added to it."""
 
   chunk: Chunk = Chunk.AUTO
-  chunks: int | None = None  # none: 8 of the tokens, 16 of the vocabulary
+  chunks: int | None = None  # none: see `pieces`
   z_loss: float = 0.0  # × logsumexp²; arXiv 2204.02311, section 5, uses 1e-4
 
   def check(self) -> None:
@@ -55,11 +55,18 @@ def resolve(chunk: Chunk, devices: int) -> Chunk:
   return Chunk.TOKENS if devices == 1 else Chunk.VOCABULARY
 
 
-def pieces(settings: Config, chunk: Chunk) -> int:
-  """Into how many parts the axis is cut: few are fast, many small. These stay below a quarter of [B, T, V]."""
+TOKENS_A_CHUNK = 256  # enough rows for a matrix product at full speed, even on a CPU
+
+
+def pieces(settings: Config, chunk: Chunk, tokens: int) -> int:
+  """Into how many parts the axis is cut, for a micro-batch of so many tokens: few are fast, many small.
+
+  By default a chunk is TOKENS_A_CHUNK tokens, or a sixteenth of the vocabulary: both stay below a quarter of
+  [B, T, V] in float32 at 4096 tokens.
+  """
   if settings.chunks is not None:
     return settings.chunks
-  return 8 if chunk == Chunk.TOKENS else 16
+  return -(-tokens // TOKENS_A_CHUNK) if chunk == Chunk.TOKENS else 16
 
 
 def next_token(

@@ -43,7 +43,7 @@ def test_the_plan_is_explained_and_the_second_start_compiles_nothing(base):
   assert first.startswith(config.dump(settings))
   for text in (
     'masks: causal; documents are isolated, padding is masked', 'kernels: attention chunked', 'documents concatenated',
-    'mesh: preset fsdp, data 1, fsdp 1, tensor 1', 'loss: cross-entropy in 8 chunks along the tokens, z-loss 0.0',
+    'mesh: preset fsdp, data 1, fsdp 1, tensor 1', 'loss: cross-entropy in 1 chunk(s) along the tokens, z-loss 0.0',
     'scan: 1 block(s) x 1 from layer 0; 1 block(s) x 1 from layer 1', 'embed.w', 'decays: 14 parameters',
     'schedule: kind cosine, updates 10, first 0.005', 'last 0.001',
   ):  # fmt: skip
