@@ -109,9 +109,7 @@ class Stop:
           try:
             self._save()
             leave(f'SIGTERM: {self._label} is saved')
-          except (
-            BaseException
-          ) as error:  # whatever it was, the process must end and say so  pylint: disable=broad-except
+          except BaseException as error:  # whatever it was, the process must end and say so
             leave(f'SIGTERM: {self._label} could not be saved: {" ".join(str(error).split())}')
         if not self.saves:
           leave('SIGTERM: left without saving')
