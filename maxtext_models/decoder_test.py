@@ -70,3 +70,14 @@ def test_auto_scans_deep_models_only():
   assert len(decoder.abstract(card).stack.plan) == 8
   card.layers = 9
   assert len(decoder.abstract(card).stack.plan) == 1
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_an_untrained_model_guesses(tied):
+  """The loss starts at ln V, though a tied table gives every token the logit of itself."""
+  card = dataclasses.replace(
+    registry.card('llama3.1-8b'), layers=1, d_model=256, d_ff=32, heads=2, kv_heads=1, head_dim=8, vocab=151, tied=tied
+  )
+  model = decoder.Decoder(card, rngs=nnx.Rngs(0))
+  start = loss(*nnx.split(model))
+  assert start == pytest.approx(np.log(151), abs=0.1)

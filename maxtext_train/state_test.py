@@ -16,7 +16,7 @@ RULES = sharding.PRESETS['fsdp']
 
 class Model(nnx.Module):
   def __init__(self, width=8, rngs=None):
-    self.w = param.normal((width, 4), ('embed', 'mlp'), fan_in=width, rngs=rngs)
+    self.w = param.normal((width, 4), ('embed', 'mlp'), sigma=width**-0.5, rngs=rngs)
     self.norm = param.constant((width,), ('embed',), value=1.0)
 
 
