@@ -149,9 +149,9 @@ def committed(directory) -> dict | None:
 def tokenizer_files(directory) -> str | None:
   """The directory that holds the tokenizer files of a checkpoint, or None."""
   candidates = [directory, os.path.join(directory, TOKENIZER)]
-  candidates.append(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(directory))), TOKENIZER)
-  )  # RUN of a STEP
+  above = os.path.dirname(os.path.abspath(directory))
+  if os.path.basename(above) == CHECKPOINTS:  # of the run that a step belongs to
+    candidates.append(os.path.join(os.path.dirname(above), TOKENIZER))
   for candidate in candidates:
     if any(
       os.path.isfile(os.path.join(candidate, name)) for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')
@@ -275,7 +275,9 @@ class Reader:
     import tensorstore
 
     if key not in self._stores:
-      base = {'driver': 'ocdbt', 'base': f'file://{self.directory}/', 'path': key}
+      # as path, not as URL: a folder's name may hold # ? or %
+      folder = {'driver': 'file', 'path': self.directory + '/'}
+      base = {'driver': 'ocdbt', 'base': folder, 'path': key}
       try:
         self._stores[key] = tensorstore.open({'driver': 'zarr', 'kvstore': base}, open=True, read=True).result()
       except ValueError as error:

@@ -134,9 +134,9 @@ def test_orbax_and_this_module_read_each_other(model, saved, tmp_path):
 
 
 def test_a_copied_directory_loads(model, saved, tmp_path):
-  """E4: no commit marker of a file system is needed."""
-  shutil.copytree(saved, tmp_path / 'copy')
-  wanted, got = values(model), values(checkpoint.load(tmp_path / 'copy')[1])
+  """E4: no commit marker of a file system is needed, and a folder's name is no URL."""
+  shutil.copytree(saved, tmp_path / 'a copy #1 of 50%20?')
+  wanted, got = values(model), values(checkpoint.load(tmp_path / 'a copy #1 of 50%20?')[1])
   assert all((wanted[n] == got[n]).all() for n in wanted)
 
 

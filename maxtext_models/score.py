@@ -36,6 +36,8 @@ def main(args):
     if not flag.value:
       raise config.Error(f'flag --{flag.name} is needed')
   out = os.path.abspath(_LOGITS.value)
+  if os.path.isdir(out):
+    raise config.Error(f'--logits={_LOGITS.value} is a directory')
   if not os.path.isdir(os.path.dirname(out)):
     raise config.Error(f'--logits={_LOGITS.value}: there is no directory {os.path.dirname(out)}')
   tokens = scoring.read_tokens(_TOKENS.value)

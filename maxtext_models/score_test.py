@@ -81,12 +81,15 @@ def test_ids_that_are_none_are_named(run, source, tmp_path, tokens, said):
 def test_files_that_cannot_be_are_named(run, source, tmp_path):
   np.save(tmp_path / 'in.npy', np.array([[1, 2]]))
   (tmp_path / 'text.npy').write_text('ids')
+  (tmp_path / 'half.npy').write_bytes(b'PK\x03\x04 the beginning of an archive')
   good = [f'--checkpoint={source}', f'--tokens={tmp_path}/in.npy', f'--logits={tmp_path}/o.npy']
   for at, other, said in (
     (0, '--checkpoint=/nowhere', '/nowhere is not a directory'),
     (1, '--tokens=/nowhere.npy', 'cannot read /nowhere.npy'),
     (1, f'--tokens={tmp_path}/text.npy', 'text.npy is not a .npy file'),
     (2, f'--logits={tmp_path}/no/o.npy', f'there is no directory {tmp_path}/no'),
+    (2, f'--logits={tmp_path}', 'is a directory'),
+    (1, f'--tokens={tmp_path}/half.npy', 'half.npy is not a .npy file'),
     (0, '--allocator=system', 'flag --checkpoint is needed'),
   ):
     arguments = list(good)

@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 from typing import NamedTuple
+import zipfile
 
 from flax import nnx
 import jax
@@ -56,7 +57,7 @@ def read_tokens(path) -> np.ndarray:
     return np.load(path, mmap_mode='r', allow_pickle=False)
   except OSError as error:
     raise config.Error(f'cannot read {path}: {error.strerror or error}') from None
-  except (ValueError, EOFError) as error:
+  except (ValueError, EOFError, zipfile.BadZipFile) as error:
     raise config.Error(f'{path} is not a .npy file of numbers: {error}') from None
 
 

@@ -104,6 +104,9 @@ def _report(np, d):
 
 def _stored(path, vocab):
   """(tokens [B, T], logits [B, T, V]) of an .npz, checked."""
+  import zipfile
+  import zlib
+
   import numpy as np
 
   from maxtext_layers import config
@@ -116,9 +119,9 @@ def _stored(path, vocab):
       tokens, logits = file['tokens'], file['logits']
   except OSError as error:
     raise config.Error(f'cannot read {path}: {error.strerror or error}') from None
-  except (ValueError, EOFError, AttributeError) as error:
-    if isinstance(error, config.Error):
-      raise
+  except config.Error:
+    raise
+  except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
     raise config.Error(f'{path} is not an .npz file of numbers: {error}') from None
   scoring.check_tokens(tokens, vocab, path)
   if logits.shape != (*tokens.shape, vocab):

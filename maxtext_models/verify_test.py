@@ -113,6 +113,8 @@ def test_what_is_missing_is_said(run, source, tmp_path):
   np.savez(tmp_path / 'shape.npz', tokens=reference.tokens, logits=reference.logits[..., :150])
   np.savez(tmp_path / 'ids.npz', tokens=reference.tokens + 100, logits=reference.logits)
   (tmp_path / 'text.npz').write_text('no')
+  (tmp_path / 'half.npz').write_bytes((tmp_path / 'ids.npz').read_bytes()[:5000])
+  np.save(tmp_path / 'one.npy', reference.tokens)
   for arguments, said in (
     ([], 'flag --hf is needed'),
     ([f'--hf={source}'], 'transformers is not installed here, so verify needs --reference'),
@@ -122,6 +124,8 @@ def test_what_is_missing_is_said(run, source, tmp_path):
     ([f'--hf={source}', f'--reference={tmp_path}/shape.npz'], '[2, 256, 150], the model makes it [2, 256, 151]'),
     ([f'--hf={source}', f'--reference={tmp_path}/ids.npz'], 'outside of the vocabulary'),
     ([f'--hf={source}', f'--reference={tmp_path}/text.npz'], 'is not an .npz file'),
+    ([f'--hf={source}', f'--reference={tmp_path}/half.npz'], 'is not an .npz file'),
+    ([f'--hf={source}', f'--reference={tmp_path}/one.npy'], 'is not an .npz file'),
     ([f'--hf={source}', '--max_abs=small'], 'max_abs'),
   ):
     code, _, err = run(*arguments)

@@ -53,6 +53,11 @@ class Checkpoints:
     """The newest committed step, or None."""
     return max(self.steps(), default=None)
 
+  def damaged(self):
+    """Folders named like a step that are no whole checkpoint, and that no save or deletion of ours left behind."""
+    numbered = [p for p in _children(self.folder) if p.name.isdigit() and not models.committed(p)]
+    return sorted((p for p in numbered if not (p / TEMPORARY).exists()), key=lambda p: int(p.name))
+
   def path(self, step):
     """Where a step is, or will be."""
     return self.folder / str(step)
@@ -60,7 +65,9 @@ class Checkpoints:
   def tidy(self):
     """Deletes what interrupted saves of ours left behind, and nothing else."""
     for path in _children(self.folder):
-      if re.fullmatch(r'\.\d+\.[0-9a-f]{8}', path.name):
+      if path.name.isdigit() and (path / TEMPORARY).exists() and not models.committed(path):
+        _delete(path)  # a deletion that was interrupted
+      elif re.fullmatch(r'\.\d+\.[0-9a-f]{8}', path.name):
         names = {p.name for p in _children(path)}
         if not names or names & {TEMPORARY, models.COMMIT}:  # complete but not renamed is an unfinished save, too
           _delete(path)

@@ -127,7 +127,10 @@ def _commit() -> str | None:
   root = pathlib.Path(__file__).resolve().parents[1]
   if not (root / '.git').exists():
     return None
-  done = subprocess.run(['git', '-C', str(root), 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False)
+  try:
+    done = subprocess.run(['git', '-C', str(root), 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False)
+  except OSError:  # a checkout without git, as in an image
+    return None
   return done.stdout.strip() or None
 
 

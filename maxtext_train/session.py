@@ -50,8 +50,10 @@ def open_run(settings, folder):
   Raises:
     config.Error: `folder` is something else, belongs to another process, or both `init_from` and checkpoints are there.
   """
-  run = Run(settings, pathlib.Path(folder))
-  with _lock(run.folder):
+  folder = pathlib.Path(folder)
+  _refuse_foreign(folder)
+  with _lock(folder):
+    run = Run(settings, folder)
     try:
       yield run
     except BaseException:
@@ -71,8 +73,14 @@ class Run:
     self.checkpoints = checkpoint.Checkpoints(
       folder / 'checkpoints', keep=settings.checkpoint.keep, keep_period=settings.checkpoint.keep_period
     )
-    _refuse_foreign(folder)
     newest = self.checkpoints.newest()
+    damaged = self.checkpoints.damaged()
+    if damaged and newest is None:
+      raise config.Error(
+        f'{folder} has no whole checkpoint: {damaged[0]} is incomplete or changed; mend it, or take another --workdir'
+      )
+    for path in damaged:
+      print(f'{path} is incomplete or changed and is not used; going on from step {newest}')
     if newest is not None and settings.init_from is not None:
       raise config.Error(
         f'config.init_from={settings.init_from} and {folder} has checkpoints (newest: step {newest}): a run either '
@@ -101,6 +109,11 @@ class Run:
   def read_data(self):
     """Opens the data where the run stands. -> loop.Data."""
     self._tokenizer = tokenizer(self.settings, self.card)
+    if self.settings.sample is not None and self._tokenizer is None:
+      raise config.Error(
+        f'config.sample={self.settings.sample!r}, but data.source={self.settings.data.source} has no text; '
+        'leave it out with --config.sample=none'
+      )
     state = json.loads((self.checkpoints.path(self.resumed) / 'data.json').read_text()) if self.told else None
     self._loader = loader(self.settings, self.card, self._tokenizer, state)
     if self.settings.evaluate.every:

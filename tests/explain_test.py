@@ -13,6 +13,7 @@ import pytest
 from maxtext_layers import config
 from maxtext_models import registry
 from maxtext_train import pretrain
+from maxtext_train import schedule
 from tests import tiny_run
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -62,6 +63,18 @@ def test_config_goldens(model):
   value, rest = config.parse([f'--config=pretrain:{model}'], None, pretrain.resolve)
   golden = GOLDEN / f'config_{model}.txt'
   assert not rest and config.dump(value) == golden.read_text()
+
+
+def test_examples_of_the_readme_are_valid():
+  """Short runs fit their schedule, and text that is named is read."""
+  for arguments in (
+    ['--config=pretrain:qwen3-0.6b', '--config.data.source=text', '--config.data.paths=texts/*.txt'],
+    ['--config=pretrain:qwen3-0.6b', '--config.steps=10', '--config.model.layers=4'],
+    ['--config=quickstart', '--config.steps=10'],
+  ):
+    value, _ = config.parse(arguments, None, pretrain.resolve)
+    config.check(value)
+    schedule.build(value.schedule, value.steps)
 
 
 def test_every_model_has_a_pretraining_config():

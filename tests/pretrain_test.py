@@ -197,6 +197,22 @@ def test_another_model_does_not_resume(whole, base):
   assert (whole[0] / 'config.txt').read_text() == before
 
 
+def test_damaged_checkpoints_are_said_and_never_overwritten(whole, base, capsys):
+  """E4, E8: a checkpoint that lost a file is not used; with no other one the run does not begin anew."""
+  shutil.copytree(whole[0], base / 'damaged')
+  steps = sorted((base / 'damaged' / 'checkpoints').iterdir(), key=lambda p: int(p.name))
+  (steps[-1] / 'commit.json').unlink()
+  out = train(tiny_run.settings(base, data__workers=2), base / 'damaged')
+  assert f'{steps[-1]} is incomplete or changed and is not used; going on from step {steps[-2].name}' in out
+  assert lines(base / 'damaged') == lines(whole[0])
+  for step in (base / 'damaged' / 'checkpoints').iterdir():
+    (step / 'config.txt').write_text('changed')
+  before = sorted(p for p in (base / 'damaged').rglob('*') if p.is_file())
+  with pytest.raises(config.Error, match='has no whole checkpoint'):
+    pretrain.train(tiny_run.settings(base, data__workers=2), base / 'damaged')
+  assert sorted(p for p in (base / 'damaged').rglob('*') if p.is_file()) == before
+
+
 def test_data_that_ends_ends_the_run(base):
   """D9: repeat or stop is said explicitly; a run whose data stops saves its last step, and no update has weight 0."""
   settings = tiny_run.settings(base, data__at_end='stop', data__epochs=1, steps=200, evaluate__every=0)

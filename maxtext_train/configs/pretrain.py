@@ -31,7 +31,7 @@ def get_config(model=None):
     dtype=run.Dtype.BFLOAT16,
     remat='full' if deep else 'none',  # memory is what runs out first
     data=data.Config(source=data.Source.STDLIB, tokenizer='byte'),
-    schedule=schedule.Config(kind=schedule.Kind.COSINE, peak=_peak(card), warmup=500),
+    schedule=schedule.Config(kind=schedule.Kind.COSINE, peak=_peak(card)),
     checkpoint=run.Checkpoint(every=1000),
     evaluate=evaluate.Config(every=500, batches=16),
   )
