@@ -44,7 +44,7 @@ def directory(target, size=0):
     if os.path.isdir(target):
       os.rmdir(target)  # empty, as checked
     os.rename(temporary, target)
-    _flush_one(os.path.dirname(target))
+    flush_one(os.path.dirname(target))
   except Exception as error:
     _full(error, target)
     raise
@@ -56,11 +56,12 @@ def flush(root):
   """Asks the disk to hold every file and directory below `root`."""
   for folder, _, files in os.walk(root):
     for name in files:
-      _flush_one(os.path.join(folder, name))
-    _flush_one(folder)
+      flush_one(os.path.join(folder, name))
+    flush_one(folder)
 
 
-def _flush_one(path):
+def flush_one(path):
+  """Asks the disk to hold one file, or the names in one directory."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)

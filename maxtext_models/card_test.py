@@ -80,6 +80,10 @@ def test_flat_and_nested_rope_forms_are_the_same_card():
     ({'rope_scaling': {'rope_type': 'linear'}}, 'lacks factor'),
     ({'rope_scaling': {'rope_type': 'linear', 'factor': 2.0, 'long_factor': [1.0]}}, 'rope_scaling.long_factor=[1.0]'),
     ({'rope_parameters': {'rope_theta': 500000.0, 'partial_rotary_factor': 0.5}}, 'partial_rotary_factor'),
+    ({'rope_parameters': {'rope_theta': '5e5'}}, "rope_parameters.rope_theta='5e5' is not a number"),
+    ({'rope_scaling': [2.0]}, 'rope_scaling=[2.0] is not an object'),
+    ({'rope_scaling': {**LLAMA3, 'factor': '8.0'}}, "rope_scaling.factor='8.0' is not a number"),
+    ({'rope_scaling': {**LLAMA3, 'low_freq_factor': 4.0}}, 'low_freq_factor=4.0 is not below high_freq_factor=4.0'),
   ],
 )
 def test_rope_settings_that_are_not_understood_are_named(change, said):
@@ -133,6 +137,11 @@ def test_documented_defaults_hold_where_hugging_face_documents_them():
     ({**BASE, 'num_hidden_layers': '2'}, "num_hidden_layers='2'"),
     ({**BASE, 'rms_norm_eps': 'tiny'}, "rms_norm_eps='tiny'"),
     ({**BASE, 'num_key_value_heads': 3}, 'kv_heads=3'),
+    ({**BASE, 'num_attention_heads': 0}, 'num_attention_heads=0 is not positive'),
+    ({**BASE, 'head_dim': '16'}, "head_dim='16' is not a number"),
+    ({**BASE, 'hidden_act': ['silu']}, "hidden_act=['silu'] is not a word"),
+    ({**BASE, 'attention_bias': 'false'}, "attention_bias='false' is not true or false"),
+    ({**BASE, 'model_type': ['llama']}, "model_type=['llama'] is not supported"),
     ({**BASE, 'model_type': 'lama'}, "model_type='lama' is not supported; did you mean 'llama'"),
     ({**BASE, 'architectures': ['LlamaForSequenceClassification']}, 'LlamaForSequenceClassification'),
     (without(BASE, 'model_type'), 'lacks model_type'),

@@ -224,6 +224,19 @@ def test_companions_are_carried_byte_by_byte(make, tmp_path):
   assert json.load(open(tmp_path / 'out/config.json'))['eos_token_id'] == [3, 5]
 
 
+def test_special_ids_of_config_json_alone_are_kept(make, tmp_path):
+  """They stop generation: without a generation config they must not be lost on either way."""
+  directory = make('llama')
+  source = json.load(open(f'{directory}/config.json')) | {'eos_token_id': [2, 7], 'bos_token_id': 1}
+  json.dump(source, open(f'{directory}/config.json', 'w'))
+  card, model = hf.load(directory)
+  hf.save(tmp_path / 'out', card, model, carry_from=directory)
+  wanted = {'bos_token_id': 1, 'eos_token_id': [2, 7]}
+  assert json.load(open(tmp_path / 'out/generation_config.json')) == wanted
+  found = json.load(open(tmp_path / 'out/config.json'))
+  assert {k: found[k] for k in wanted} == wanted
+
+
 def test_names_cover_every_tensor(make):
   directory = make('llama_bias')
   card, files = hf.read(directory)

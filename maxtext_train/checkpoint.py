@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from maxtext_layers import config
 from maxtext_layers import plan
+from maxtext_models import atomic
 from maxtext_models import checkpoint as models
 from maxtext_models import layout
 
@@ -204,7 +205,9 @@ class Checkpoints:
     if target.exists():  # part of a checkpoint: `save` would have left a whole one alone
       _discard(target)
     (temporary / TEMPORARY).unlink()
+    atomic.flush(temporary)
     os.rename(temporary, target)
+    atomic.flush_one(self.folder)  # the name, too, before an older step is deleted
 
   def _prune(self):
     steps = self.steps()

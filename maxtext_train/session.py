@@ -128,6 +128,8 @@ class Run:
     if self.told:
       state = self._restore(parts)
       print(resume_line(self.told))
+      if changes := _changes((self.checkpoints.path(self.resumed) / 'config.txt').read_text(), self.settings):
+        print(f'changed since step {self.start}: {", ".join(changes)}')
     elif self.settings.init_from is not None:
       state = states.create(parts.plan, weights(self.settings, parts))
       print(f'weights: {self.settings.init_from}')
@@ -319,6 +321,13 @@ def resume_line(notes):
     f'resumed: step {notes["step"]}, epoch {notes["epoch"]}, records consumed {notes["records_consumed"]}, '
     f'next record {notes["next_record"]}, learning rate {notes["learning_rate"]:.6g}'
   )
+
+
+def _changes(before, settings):
+  """['schedule.peak 0.001 -> 0.004', ..]: what the config of a checkpoint and this one do not have in common."""
+  texts = (before, config.dump(settings))
+  old, new = (dict(line.split(' = ', 1) for line in text.splitlines() if ' = ' in line) for text in texts)
+  return [f'{name} {old.get(name)} -> {new.get(name)}' for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
 def card(settings, newest=None):

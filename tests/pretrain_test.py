@@ -148,6 +148,15 @@ def test_ten_steps_are_five_and_a_new_process_and_five(whole, base):
   assert (folder / 'metrics.jsonl').read_text() == rows
 
 
+def test_resuming_under_another_config_says_what_changed(whole, base):
+  """Also the one setting that is meant to change, the number of steps."""
+  folder = base / 'longer'
+  shutil.copytree(whole[0], folder)
+  out = train(tiny_run.settings(base, data__workers=2, steps=11, optimizer__clip=0.5), folder)
+  assert 'changed since step 10: steps 10 -> 11, optimizer.clip 1.0 -> 0.5\n' in out
+  assert 'changed since' not in whole[1]
+
+
 def test_evaluation_and_workers_change_nothing(whole, base):
   """I6: train losses are bit-equal without evaluation; D3: and without workers. A profile changes nothing either."""
   train(tiny_run.settings(base, evaluate__every=0, profile__first=2, profile__last=3), base / 'alone')
