@@ -140,7 +140,7 @@ def smoke_train(bin, empty):
   lines = (empty / 'runs/quickstart/metrics.jsonl').read_text().splitlines()
   steps = [json.loads(line) for line in lines]
   assert [s['step'] for s in steps] == [1, 2]
-  assert abs(steps[0]['loss'] - math.log(259)) < 0.2  # an untrained model guesses among the ids
+  assert abs(steps[0]['loss'] - math.log(259)) < 0.5  # an untrained model guesses; these are 64 tokens
 
 
 def smoke_import(layer):
