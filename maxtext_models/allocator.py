@@ -143,7 +143,10 @@ def _restart(name, asked):
 
 
 def _arrived(told):
-  """The second start: what `current` says. The environment is the user's again: programs that we start choose anew."""
+  """The second start: what `current` says. The environment is the user's again: programs that we start choose anew.
+
+  Like all of `settle` it runs in main() only.
+  """
   for variable, old in told.pop('before').items():
     if old is None:
       os.environ.pop(variable, None)

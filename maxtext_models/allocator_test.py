@@ -91,7 +91,7 @@ def test_auto_takes_the_best_and_says_so_once(run, libraries):
 
 @pytest.mark.parametrize('name', ['tcmalloc', 'huge_pages'])
 def test_a_named_one(run, name):
-  if name == 'huge_pages' and (reason := allocator._missing(name)):
+  if name == 'huge_pages' and (reason := allocator._missing(name)):  # needs glibc, and a kernel that gives huge pages
     pytest.skip(reason)
   _, shown, err = run(f'--allocator={name}')
   assert shown['now']['name'] == name
@@ -225,7 +225,7 @@ def test_a_library_for_another_processor_is_passed_over(tmp_path, libraries, mon
 @pytest.mark.parametrize('name', ['huge_pages', 'jemalloc', 'tcmalloc'])
 def test_page_faults_fall(run, name):
   """Ten blocks of 40 MB, written once each, are 102,400 pages of 4 KiB."""
-  if reason := allocator._missing(name):
+  if reason := allocator._missing(name):  # installed in CI; the reason names what installs it
     pytest.skip(reason)
   with open('/sys/kernel/mm/transparent_hugepage/enabled') as file:
     always = '[always]' in file.read()

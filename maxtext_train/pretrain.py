@@ -36,7 +36,7 @@ def explain(settings):
   from maxtext_train import explain as explained
   from maxtext_train import session
 
-  session.cache(settings.cache)
+  _cache(session.cache_folder(settings.cache))
   card = session.card(settings)
   parts = assembly.build(settings, card)
   loader = session.loader(settings, card, session.tokenizer(settings, card))
@@ -65,6 +65,9 @@ def train(settings, folder):
       parts = assembly.build(settings, run.card)
       data = run.read_data()
       with parts.in_mesh():
+        cached = session.cache_folder(settings.cache)
+        _cache(cached)
+        print(f'compilation cache: {cached or "off"}')
         state = run.begin(parts)
         run.offer(stop, run.start, state, None, data, run.tokens)
         run.compile(parts)
@@ -96,6 +99,16 @@ def train(settings, folder):
     return stops.CODE
   finally:
     place.stop()
+
+
+def _cache(folder):
+  """Keeps compiled programs in `folder`; here and not below, because it changes JAX for the whole process."""
+  import jax
+
+  if folder is not None:
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
+    jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
 def resolve(name):

@@ -123,8 +123,6 @@ class Run:
   def begin(self, parts):
     """The state to go on from: of the newest checkpoint, of `init_from`, or new. Prepares the run directory."""
     self._parts = parts
-    place = cache(self.settings.cache)
-    print(f'compilation cache: {place or "off"}')
     if self.told:
       state = self._restore(parts)
       print(resume_line(self.told))
@@ -385,15 +383,14 @@ def _other_model(theirs, ours):
   return ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
 
 
-def cache(setting):
-  """Switches the compilation cache on. -> its folder, or None."""
+def cache_folder(setting):
+  """Where `config.cache` says that compiled programs are kept, made if need be; None: nowhere."""
   if setting is None:
     return None
-  folder = (
-    pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
-    if setting == 'auto'
-    else pathlib.Path(setting)
-  )
+  if setting == 'auto':
+    folder = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
+  else:
+    folder = pathlib.Path(setting)
   folder = folder.expanduser()
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -401,9 +398,6 @@ def cache(setting):
     if setting == 'auto':
       return None
     raise config.Error(f'config.cache={setting}: {error.strerror}') from error
-  jax.config.update('jax_compilation_cache_dir', str(folder))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
   return folder
 
 

@@ -135,4 +135,5 @@ class _AheadIterator(grain.DatasetIterator):
     return {'position': self._loader.position()}
 
   def set_state(self, state: dict[str, Any]) -> None:
+    # of grain's interface, and never called: a place in the data is given to pipeline.build, before the thread
     raise NotImplementedError('build the loader with a state instead')

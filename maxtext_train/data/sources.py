@@ -8,6 +8,7 @@ between two characters). So a corpus of one file still gives every row of a batc
 does not stay in one file for many steps. By default a piece has 16 bytes for each token of a row: some rows.
 """
 
+import abc
 import glob
 import hashlib
 import json
@@ -39,7 +40,7 @@ class Record(NamedTuple):
   ends: bool = True  # whether it ends here
 
 
-class Source:
+class Source(abc.ABC):
   """Pieces of files. Subclasses say what a piece means."""
 
   kind = 'records'
@@ -51,15 +52,16 @@ class Source:
   def __len__(self) -> int:
     return len(self.file)
 
+  @abc.abstractmethod
   def __getitem__(self, index: int) -> Record:
-    raise NotImplementedError
+    """Reads record `index`."""
 
   def __repr__(self) -> str:
     return f'{type(self).__name__}({len(self)} {self.kind} in {len(self.files)} files)'
 
+  @abc.abstractmethod
   def name(self, index: int) -> str:
     """Where record `index` lies."""
-    raise NotImplementedError
 
   def identity(self) -> str:
     """Changes with the number, names, sizes or cuts of the files, not with the folder they lie in."""
