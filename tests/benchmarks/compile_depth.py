@@ -41,14 +41,12 @@ def main():
   few, many = flags.layers
   compiled(few)
   rows = measure.interleaved({'few': lambda: compiled(few), 'many': lambda: compiled(many)}, flags.rounds)
-  cpu = measure.compared(rows, 'many', 'few', 'cpu')
   measure.print_line(
     benchmark='compile_depth',
     layers=flags.layers,
     rounds=flags.rounds,
     **measure.compared(rows, 'many', 'few', 'seconds'),
-    cpu_ratio=cpu['ratio'],
-    cpu_range=cpu['range'],
+    **measure.compared(rows, 'many', 'few', 'cpu', 'cpu_'),
     **{field: measure.median(rows, field) for field in ('seconds', 'trace_s', 'cpu', 'others')},
   )
 

@@ -3,7 +3,6 @@
 python -m tests.benchmarks.first_step --maxtext_python=MAXTEXT/bin/python --workload=W1 --rounds=7
 """
 
-import argparse
 import pathlib
 import tempfile
 
@@ -14,11 +13,8 @@ STEPS = 5  # MaxText's program wants two after the warm-up; the first is what co
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = measure.arguments(__doc__, steps=None)
   parser.add_argument('--maxtext_python', help='an interpreter that has maxtext 0.2.5; without it only ours is timed')
-  parser.add_argument('--workload', default='W1')
-  parser.add_argument('--allocator', default='auto', choices=['auto', *measure.ALLOCATORS])
-  parser.add_argument('--rounds', type=int, default=7)
   flags = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     names = (str(pathlib.Path(folder) / f'run{i}') for i in range(3 * flags.rounds + 1))
@@ -34,9 +30,8 @@ def main():
     rows = measure.interleaved(sides, flags.rounds)
   against = {}
   if flags.maxtext_python:
-    cpu = measure.compared(rows, 'ours', 'maxtext', 'first_step_cpu_s')
     against = measure.compared(rows, 'ours', 'maxtext', 'first_step_s')
-    against |= {'cpu_ratio': cpu['ratio'], 'cpu_range': cpu['range']}
+    against |= measure.compared(rows, 'ours', 'maxtext', 'first_step_cpu_s', 'cpu_')
   measure.print_line(
     benchmark='first_step',
     workload=flags.workload,

@@ -1,12 +1,14 @@
 """Runs one program at a time from outside and tells how fast it was and how busy the machine was with other things.
 
-Reading order: `ours` and `twin` (a training run of each), `Process` (what they rest on), `interleaved`, `print_line`.
+Reading order: `ours` and `twin` (a training run of each), `Process` (what they rest on), `interleaved`, `against` (the
+whole of a comparison of training), `print_line`.
 
 Wall time on a shared machine is worth little by itself. So every figure comes with the processor seconds a step took
 and with `others`, the share of the machine that everybody else used meanwhile; a comparison is made of ratios of rounds
 in which the sides took turns.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -14,6 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 from maxtext_models import allocator
@@ -160,10 +163,46 @@ def interleaved(sides, rounds):
   return rows
 
 
-def compared(rows, upper, lower, field='tokens_per_s'):
+def arguments(description, *, allocator='auto', rounds=7, steps=12):
+  """A parser of the flags that a comparison of training has; `steps` None: it has no such flag."""
+  parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--workload', default='W1')
+  names = ALLOCATORS if allocator in ALLOCATORS else (allocator, *ALLOCATORS)
+  parser.add_argument('--allocator', default=allocator, choices=names)
+  parser.add_argument('--rounds', type=int, default=rounds)
+  if steps is not None:
+    parser.add_argument('--steps', type=int, default=steps)
+  return parser
+
+
+def against(name, theirs, flags, *, extra=(), **values):
+  """Compares training by ours with `theirs()`, called `name`; prints one JSON line, `values` in it.
+
+  Args:
+    name: of the other side, in the line.
+    theirs: runs it once; returns its figures.
+    flags: of `arguments`.
+    extra: more arguments for ours.
+    **values: `benchmark` and what else belongs to the line.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    names = (str(pathlib.Path(folder) / f'run{i}') for i in range(flags.rounds))
+    run = lambda: ours(flags.workload, flags.allocator, next(names), steps=flags.steps, extra=extra)
+    rows = interleaved({name: theirs, 'ours': run}, flags.rounds)
+  print_line(
+    **{'workload': flags.workload, 'allocator': flags.allocator} | values,
+    rounds=flags.rounds,
+    steps=flags.steps,
+    **compared(rows, 'ours', name),
+    **compared(rows, name, 'ours', 'cpu_s_per_step', 'cpu_'),
+    **medians(rows),
+  )
+
+
+def compared(rows, upper, lower, field='tokens_per_s', prefix=''):
   """Of `upper` over `lower`, round by round: the median and the range."""
   ratios = [a[field] / b[field] for a, b in zip(rows[upper], rows[lower], strict=True)]
-  return {'ratio': statistics.median(ratios), 'range': [min(ratios), max(ratios)]}
+  return {f'{prefix}ratio': statistics.median(ratios), f'{prefix}range': [min(ratios), max(ratios)]}
 
 
 def median(rows, field):

@@ -7,7 +7,6 @@ which what others do on the machine changes least; tokens a second stand beside 
 longer (`--finalists`). All 112 take about an hour on W1 and two on W2.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -33,11 +32,7 @@ def combinations():
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--workload', default='W1')
-  parser.add_argument('--allocator', default='jemalloc', choices=measure.ALLOCATORS)
-  parser.add_argument('--rounds', type=int, default=1)
-  parser.add_argument('--steps', type=int, default=6)
+  parser = measure.arguments(__doc__, allocator='jemalloc', rounds=1, steps=6)
   parser.add_argument('--finalists', type=int, default=4)
   parser.add_argument('--final_rounds', type=int, default=3)
   parser.add_argument('--only', default='', help='run combinations that contain all of these words')

@@ -7,10 +7,7 @@ Torch runs as it comes; `--torch_allocator=tcmalloc` gives it the allocator that
 it comes too: `--allocator=auto` takes what is installed.
 """
 
-import argparse
 import functools
-import pathlib
-import tempfile
 
 from maxtext_models import allocator
 from tests.benchmarks import measure
@@ -26,38 +23,18 @@ def torch(python, workload, name, steps, passive=False):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = measure.arguments(__doc__)
   parser.add_argument('--torch_python', required=True, help='an interpreter that has torch and transformers')
-  parser.add_argument('--workload', default='W1')
-  parser.add_argument('--allocator', default='auto', choices=['auto', *measure.ALLOCATORS])
   parser.add_argument('--torch_allocator', default='system', choices=measure.ALLOCATORS)
   parser.add_argument('--passive', action='store_true', help='its idle threads sleep instead of spinning')
-  parser.add_argument('--rounds', type=int, default=7)
-  parser.add_argument('--steps', type=int, default=12)
   flags = parser.parse_args()
-  with tempfile.TemporaryDirectory() as folder:
-    names = (str(pathlib.Path(folder) / f'run{i}') for i in range(flags.rounds))
-    rows = measure.interleaved(
-      {
-        'torch': functools.partial(
-          torch, flags.torch_python, flags.workload, flags.torch_allocator, flags.steps, flags.passive
-        ),
-        'ours': lambda: measure.ours(flags.workload, flags.allocator, next(names), steps=flags.steps),
-      },
-      flags.rounds,
-    )
-  cpu = measure.compared(rows, 'torch', 'ours', 'cpu_s_per_step')
-  measure.print_line(
+  measure.against(
+    'torch',
+    functools.partial(torch, flags.torch_python, flags.workload, flags.torch_allocator, flags.steps, flags.passive),
+    flags,
     benchmark='vs_torch',
-    workload=flags.workload,
     allocator={'ours': flags.allocator, 'torch': flags.torch_allocator},
     passive=flags.passive,
-    rounds=flags.rounds,
-    steps=flags.steps,
-    **measure.compared(rows, 'ours', 'torch'),
-    cpu_ratio=cpu['ratio'],
-    cpu_range=cpu['range'],
-    **measure.medians(rows),
   )
 
 
