@@ -320,6 +320,8 @@ def rules(package, kind):
   }
   found, scope = [], {name: lambda *args, **keywords: [] for name in called}
   scope[kind] = lambda **keywords: found.append(keywords)
+  one = scope.get('maxtext_test', lambda **keywords: [])
+  scope['maxtext_tests'] = lambda tests, **keywords: [one(srcs=[name + '.py'], **keywords) for name in tests]
   exec(compile(text, f'{package}/BUILD', 'exec'), scope)
   return found
 
