@@ -34,6 +34,7 @@ from maxtext_layers import plan
 from maxtext_models import atomic
 from maxtext_models import decoder
 from maxtext_models import hf
+from maxtext_models import json_file
 from maxtext_models import layout
 from maxtext_models import registry
 
@@ -164,7 +165,7 @@ def read_card(directory):
   """The card of any checkpoint."""
   if kind(directory) == 'hf':
     return hf.read(directory)[0]
-  return card_from_dict(_read_json(os.path.join(resolve(directory), CARD)))
+  return card_from_dict(json_file.read(os.path.join(resolve(directory), CARD)))
 
 
 def dtypes(model) -> set[str]:
@@ -202,14 +203,14 @@ def manifest(card, state, segments) -> dict:
 
 def write_manifest(directory, card, state, segments):
   """Writes model.json and card.json; the first, which marks a checkpoint, last."""
-  hf.write_json(os.path.join(directory, CARD), card_to_dict(card))
-  hf.write_json(os.path.join(directory, MANIFEST), manifest(card, state, segments))
+  json_file.write(os.path.join(directory, CARD), card_to_dict(card))
+  json_file.write(os.path.join(directory, MANIFEST), manifest(card, state, segments))
 
 
 def read_manifest(directory) -> dict:
   """model.json, checked."""
   path = os.path.join(directory, MANIFEST)
-  value = _read_json(path)
+  value = json_file.read(path)
   if value.get('format') != FORMAT:
     raise config.Error(f'{path}: format={value.get("format")!r} is not {FORMAT!r}')
   if value.get('version') != VERSION:
@@ -413,25 +414,12 @@ def describe(directory) -> dict:
       result['checkpoints'] = ' '.join(map(str, finished_steps(directory)))
     for item in ('train.json', 'data.json'):
       if os.path.exists(path := os.path.join(newest, item)):
-        result |= {k: v for k, v in _read_json(path).items() if isinstance(v, (int, float, str))}
+        result |= {k: v for k, v in json_file.read(path).items() if isinstance(v, (int, float, str))}
   numbers = {
     k: getattr(card, k) for k in ('layers', 'd_model', 'heads', 'kv_heads', 'head_dim', 'vocab', 'context', 'tied')
   }
   tokenizer = tokenizer_files(directory)
   return {**result, 'name': card.name, 'parameters': card.parameters(), **numbers, 'tokenizer': tokenizer or 'none'}
-
-
-def _read_json(path) -> dict:
-  try:
-    with open(path, encoding='utf-8') as file:
-      value = json.load(file)
-  except OSError as error:
-    raise config.Error(f'cannot read {path}: {error.strerror}') from None
-  except ValueError as error:
-    raise config.Error(f'{path} is not JSON: {error}') from None
-  if not isinstance(value, dict):
-    raise config.Error(f'{path} holds no JSON object')
-  return value
 
 
 def _dtype(name):

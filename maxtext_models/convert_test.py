@@ -1,7 +1,6 @@
 import json
 import os
 
-from absl import flags
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -9,23 +8,10 @@ import safetensors.numpy
 from maxtext_models import checkpoint
 from maxtext_models import convert
 from maxtext_models import hf
-from maxtext_models import program
+from tests import programs
 from tests.golden import golden
 
-
-@pytest.fixture(name='run')
-def _run(capsys):
-  """run(flag, ...) -> (exit code, stdout, stderr)."""
-
-  def run(*arguments):
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as ended:
-      program.run(convert.main, argv=['convert', *arguments])
-    out, err = capsys.readouterr()
-    assert 'Traceback' not in err and err.count('\n') <= 1
-    return ended.value.code or 0, out, err
-
-  return run
+run = programs.fixture(convert.main)
 
 
 @pytest.fixture(name='source', scope='module')

@@ -1,23 +1,8 @@
-from absl import flags
-import pytest
-
 from maxtext_models import models
-from maxtext_models import program
 from maxtext_models import registry
+from tests import programs
 
-
-@pytest.fixture(name='run')
-def _run(capsys):
-  """run(flag, ...) -> (exit code, stdout, stderr)."""
-
-  def run(*arguments):
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as ended:
-      program.run(models.main, argv=['models', *arguments])
-    out, err = capsys.readouterr()
-    return ended.value.code or 0, out, err
-
-  return run
+run = programs.fixture(models.main)
 
 
 def test_the_shelf(run):

@@ -1,28 +1,14 @@
 import os
 
-from absl import flags
 import numpy as np
 import pytest
 
 from maxtext_models import checkpoint
-from maxtext_models import program
 from maxtext_models import score
+from tests import programs
 from tests.golden import golden
 
-
-@pytest.fixture(name='run')
-def _run(capsys):
-  """run(flag, ...) -> (exit code, stdout, stderr)."""
-
-  def run(*arguments):
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as ended:
-      program.run(score.main, argv=['score', *arguments])
-    out, err = capsys.readouterr()
-    assert 'Traceback' not in err and err.count('\n') <= 1
-    return ended.value.code or 0, out, err
-
-  return run
+run = programs.fixture(score.main)
 
 
 @pytest.fixture(name='source', scope='module')

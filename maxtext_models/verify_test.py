@@ -1,32 +1,19 @@
 import importlib.util
 
-from absl import flags
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from maxtext_models import checkpoint
-from maxtext_models import program
 from maxtext_models import scoring
 from maxtext_models import verify
+from tests import programs
 from tests.golden import golden
 
 REFERENCE = str(golden.HERE / 'llama.npz')
 
 
-@pytest.fixture(name='run')
-def _run(capsys):
-  """run(flag, ...) -> (exit code, stdout, stderr)."""
-
-  def run(*arguments):
-    flags.FLAGS.unparse_flags()
-    with pytest.raises(SystemExit) as ended:
-      program.run(verify.main, argv=['verify', *arguments])
-    out, err = capsys.readouterr()
-    assert 'Traceback' not in err and err.count('\n') <= 1
-    return ended.value.code or 0, out, err
-
-  return run
+run = programs.fixture(verify.main)
 
 
 @pytest.fixture(autouse=True)
