@@ -32,6 +32,20 @@ WRAPPERS = {
   'transformers': ('maxtext_models/verify.py',),
   'vllm': ('maxtext_models/vllm_sampler.py',),
 }
+# What changes the process for everybody in it, and the modules whose main() may have it changed.
+PROCESS = {
+  'jax.config': ('maxtext_train/pretrain.py',),
+  'os.chdir': ('maxtext_models/program.py',),
+  'os.environ': ('maxtext_models/allocator.py', 'maxtext_models/program.py'),
+  'os.putenv': (),
+  'os.unsetenv': (),
+  'signal.set_wakeup_fd': ('maxtext_train/stop.py',),
+  'signal.setitimer': (),
+  'signal.signal': ('maxtext_train/stop.py',),
+  'sys.path': ('maxtext_models/program.py',),
+}
+# Methods of these that change nothing.
+READS = {'copy', 'count', 'get', 'index', 'items', 'keys', 'values'}
 # llama3 alone is the published name of a rope scaling, not of a model.
 FAMILY = re.compile(r'(?<![a-z])(llama(?!3)|qwen|gemma|mistral|mixtral|deepseek|kimi|gpt_?oss|glm|phi|smollm)', re.I)
 AXES = {'data', 'fsdp', 'tensor', 'expert', 'context', 'pipeline', 'replica', 'stage'}
@@ -191,6 +205,34 @@ def quiet_import(path, text):
       yield f'line {node.lineno}: {words}'
 
 
+def process_changes(path, text):
+  """The process belongs to its main(): JAX's settings, environment, folder, search path and signal handlers."""
+  names = {}  # what a local name stands for
+  for node in ast.walk(tree(text)):
+    if isinstance(node, ast.Import):
+      names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    elif isinstance(node, ast.ImportFrom):
+      names |= {alias.asname or alias.name: f'{node.module}.{alias.name}' for alias in node.names}
+
+  def dotted(node):
+    while isinstance(node, ast.Subscript):
+      node = node.value
+    first, _, rest = ast.unparse(node).partition('.')
+    return '.'.join(filter(None, [names.get(first, first), rest]))
+
+  for node in ast.walk(tree(text)):
+    if isinstance(node, ast.Call):
+      changed, _, method = dotted(node.func).rpartition('.')
+      changed = f'{changed}.{method}' if f'{changed}.{method}' in PROCESS else '' if method in READS else changed
+    elif isinstance(getattr(node, 'ctx', None), (ast.Store, ast.Del)):
+      changed = dotted(node)
+      changed = 'jax.config' if changed.startswith('jax.config.') else changed
+    else:
+      continue
+    if changed in PROCESS and path not in PROCESS[changed]:
+      yield f'line {node.lineno}: changes the process: {ast.unparse(node)[:80]}'
+
+
 def wrapped(path, text):
   for line, name in imports(text):
     for library, homes in WRAPPERS.items():
@@ -204,7 +246,18 @@ def words_of_the_house(path, text):
     yield f'{path}: says nothing of what is inside'
 
 
-LAWS = (downward, no_cloud, empty_init, no_family, no_axis, no_name_switch, quiet_import, wrapped, words_of_the_house)
+LAWS = (
+  downward,
+  no_cloud,
+  empty_init,
+  no_family,
+  no_axis,
+  no_name_switch,
+  quiet_import,
+  process_changes,
+  wrapped,
+  words_of_the_house,
+)
 BROKEN = (
   (downward, 'maxtext_layers/x.py', 'from maxtext_models import card'),
   (downward, 'maxtext_models/x.py', 'def f():\n  import maxtext_train.step'),
@@ -230,6 +283,20 @@ BROKEN = (
   (quiet_import, 'maxtext_layers/x.py', 'import os\ndef f(x=os.getenv("X")): pass'),
   (quiet_import, 'maxtext_layers/x.py', 'import jax\njax.config.update("jax_enable_x64", True)'),
   (quiet_import, 'maxtext_layers/x.py', 'import jax\nclass A:\n  n = jax.device_count()'),
+  (process_changes, 'maxtext_train/loop.py', 'import jax\ndef f():\n  jax.config.update("jax_enable_x64", True)'),
+  (process_changes, 'maxtext_train/loop.py', 'from jax import config\ndef f():\n  config.update("jax_enable_x64", 1)'),
+  (process_changes, 'maxtext_train/loop.py', 'import jax\ndef f():\n  jax.config.jax_enable_x64 = True'),
+  (process_changes, 'maxtext_train/loop.py', 'import os\ndef f():\n  os.environ["X"] = "1"'),
+  (process_changes, 'maxtext_train/loop.py', 'import os\ndef f():\n  del os.environ["X"]'),
+  (process_changes, 'maxtext_train/loop.py', 'import os\ndef f():\n  os.environ |= {"X": "1"}'),
+  (process_changes, 'maxtext_train/loop.py', 'import os as o\ndef f():\n  o.environ.setdefault("X", "1")'),
+  (process_changes, 'maxtext_train/loop.py', 'from os import environ as e\ndef f():\n  e.pop("X")'),
+  (process_changes, 'maxtext_train/pretrain.py', 'import os\ndef f():\n  os.putenv("X", "1")'),
+  (process_changes, 'maxtext_train/pretrain.py', 'import os\ndef f():\n  os.chdir("/")'),
+  (process_changes, 'maxtext_train/pretrain.py', 'import signal\ndef f():\n  signal.signal(signal.SIGINT, g)'),
+  (process_changes, 'maxtext_train/pretrain.py', 'import sys\ndef f():\n  sys.path.insert(0, "x")'),
+  (process_changes, 'maxtext_train/pretrain.py', 'import sys\ndef f():\n  sys.path[:0] = ["x"]'),
+  (process_changes, 'maxtext_train/pretrain.py', 'import sys\ndef f():\n  sys.path = []'),
   (wrapped, 'maxtext_models/hf.py', 'def f():\n  import transformers'),
   (wrapped, 'maxtext_train/x.py', 'from torch import nn'),
   (words_of_the_house, 'maxtext_train/data/utils.py', ''),
@@ -243,6 +310,13 @@ KEPT = (
     'maxtext_layers/x.py',
     'import os\ndef f():\n  return os.environ["X"]\nif __name__ == "__main__":\n  f()',
   ),
+  (
+    process_changes,
+    'maxtext_train/loop.py',
+    'import os, sys\nfrom maxtext_layers import config\ndef f(settings):\n  config.update(settings)\n'
+    '  settings.environ = {**os.environ, "X": os.environ.get("X"), "Y": os.environ["Y"]}\n  return sys.path.index("x")',
+  ),
+  (process_changes, 'maxtext_train/stop.py', 'import signal\ndef f():\n  signal.signal(signal.SIGTERM, g)'),
   (wrapped, 'maxtext_models/verify.py', 'def f():\n  import transformers'),
 )
 
