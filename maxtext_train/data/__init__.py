@@ -1,1 +1,1 @@
-"""From records to batches. Reading order: config, sources, packing, pipeline, feed; synthetic stands beside."""
+"""From records to batches. Reading order: config, sources, packing, streams, worker, pipeline, feed; and synthetic."""

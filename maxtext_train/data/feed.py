@@ -15,6 +15,7 @@ import numpy as np
 from maxtext_layers import config
 from maxtext_train.data import packing
 from maxtext_train.data import pipeline
+from maxtext_train.data import worker
 
 DEPTH = 2
 
@@ -58,7 +59,7 @@ class Feed:
     self.loader, self.place, self.tokens = loader, place, 0
     self._position = loader.position()
     ahead = grain.experimental.ThreadPrefetchIterDataset(_Ahead(loader, place), prefetch_buffer_size=DEPTH)
-    self._iterators = pipeline.closing(self, ahead.__iter__())
+    self._iterators = worker.closing(self, ahead.__iter__())
     self._iterators[0].start_prefetch()
     self._together = loader.finite and jax.process_count() > 1
 
@@ -92,7 +93,7 @@ class Feed:
 
   def close(self) -> None:
     """Ends the thread and the loader's workers."""
-    pipeline.close(self._iterators)
+    worker.close(self._iterators)
     self.loader.close()
 
   def __enter__(self) -> 'Feed':

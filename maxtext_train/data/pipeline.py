@@ -1,4 +1,4 @@
-"""Batches with an exact place in the data. Reading order: `build`, `Loader`, `Rows`.
+"""Batches with an exact place in the data. Reading order: `build`, `Loader`, `HeldOut`, `restore`.
 
 The global batch has B rows, and each row is a stream of its own. Records in the (shuffled) order i = 0, 1, 2, … of all
 epochs, epoch i // n, belong to stream i mod B; a stream tokenizes and packs its records by itself. So the place of a
@@ -12,19 +12,11 @@ Held-out records go through one stream, once, in one order: the rows do not depe
 counted twice.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
+import contextlib
 import hashlib
-import multiprocessing
-from multiprocessing import connection
-from multiprocessing import resource_tracker
-import os
-import signal
-import threading
 from typing import Any
-import weakref
 
-from absl import flags
 from absl import logging
 import grain
 import numpy as np
@@ -33,32 +25,17 @@ from maxtext_layers import config
 from maxtext_train.data import config as data_config
 from maxtext_train.data import packing
 from maxtext_train.data import sources
+from maxtext_train.data import streams
 from maxtext_train.data import synthetic
+from maxtext_train.data import worker
 
 FORMAT = 1
-BROKEN = 'broken'
-
-# columns of a cursor
-_RECORD, _OFFSET, _TOKENS, _TRUNCATED, _DROPPED = 0, 1, 2, 3, 4
-_REASONS = (BROKEN, packing.EMPTY, packing.NO_TARGET)
-_WHY = {
-  BROKEN: 'cannot be read',
-  packing.EMPTY: 'have fewer than two tokens',
-  packing.NO_TARGET: 'have no token to train on (within the length of a row)',
-}
-_WIDTH = _DROPPED + len(_REASONS)
-
-_AHEAD = 2  # batches a worker reads ahead
-_SHARED = 4096  # bytes; larger arrays of a worker travel in shared memory, smaller ones through a pipe
-
-# value -> ids int32 [n], weights of the ids as targets float32 [n] or None for 1
-Encode = Callable[[sources.Record], tuple[np.ndarray, np.ndarray | None]]
 
 
 def build(
     settings: data_config.Config, *, batch: int, length: int, tokenizer: Any = None,
     state: dict[str, Any] | None = None, split: str = 'train', process: int = 0, processes: int = 1,
-    vocab: int | None = None, batches: int | None = None, encode: Encode | None = None,
+    vocab: int | None = None, batches: int | None = None, encode: streams.Encode | None = None,
 ) -> 'Loader | HeldOut':  # fmt: skip
   """The batches that one process feeds.
 
@@ -101,13 +78,13 @@ def build(
       'skip': settings.on_bad_record == data_config.OnBadRecord.SKIP,
   }  # fmt: skip
   if split == 'heldout':
-    rows = Rows(members=held, batch=1, slots=slice(0, 1, 1), epochs=1, **common)
+    rows = streams.Rows(members=held, batch=1, slots=slice(0, 1, 1), epochs=1, **common)
     rows.probe()
     return HeldOut(rows, batch=batch, slots=slots, batches=batches)
   if len(members) < batch:
     logging.warning('data: %d records for %d rows: rows of a batch read the same records', len(members), batch)
   epochs = (settings.epochs or 1) if settings.at_end == data_config.AtEnd.STOP else None
-  rows = Rows(members=members, batch=batch, slots=slots, epochs=epochs, **common)
+  rows = streams.Rows(members=members, batch=batch, slots=slots, epochs=epochs, **common)
   rows.probe()
   facts = {
       'source': str(settings.source), 'files': source.identity(), 'records': len(source), 'holdout': settings.holdout,
@@ -149,11 +126,11 @@ class Loader:
   """
 
   def __init__(
-      self, rows: 'Rows | synthetic.Rows', *, facts: dict[str, Any], slots: slice, state: dict[str, Any] | None,
+      self, rows: streams.Rows | synthetic.Rows, *, facts: dict[str, Any], slots: slice, state: dict[str, Any] | None,
       workers: int, held: int = 0,
   ):  # fmt: skip
     self.rows, self.facts, self.slots, self.held = rows, facts, slots, held
-    self.finite = isinstance(rows, Rows) and rows.epochs is not None
+    self.finite = isinstance(rows, streams.Rows) and rows.epochs is not None
     self._batches = 0
     if state is not None:
       self._batches = restore(state, facts, rows, slots)
@@ -162,13 +139,8 @@ class Loader:
     self._workers = min(workers, slots.stop - slots.start)
     dataset: grain.IterDataset = rows
     if self._workers:
-      if not flags.FLAGS.is_parsed():  # grain asks a flag of its own, and none of ours
-        flags.FLAGS.mark_as_parsed()
-      _check_shared_memory(self._workers, (slots.stop - slots.start) * rows.length)
-      dataset = grain.experimental.WithOptionsIterDataset(rows, grain.experimental.DatasetOptions(min_shm_size=_SHARED))
-      options = grain.MultiprocessingOptions(num_workers=self._workers, per_worker_buffer_size=_AHEAD)
-      dataset = dataset.mp_prefetch(options, worker_init_fn=_begin_worker)
-    self._iterators = closing(self, dataset.__iter__())
+      dataset = worker.spawn(rows, self._workers, (slots.stop - slots.start) * rows.length)
+    self._iterators = worker.closing(self, dataset.__iter__())
     self._started = self._over = False
 
   def __iter__(self) -> 'Loader':
@@ -194,27 +166,14 @@ class Loader:
 
   def _parts(self) -> list[packing.Batch]:
     """One part a worker, in order: worker w has the rows w, w + W, …"""
+    first, self._started = not self._started, True
     try:
-      return self._begin() if self._workers and not self._started else self._following()
+      with worker.starting() if self._workers and first else contextlib.nullcontext():
+        return [next(self._iterators[0]) for _ in range(max(1, self._workers))]
     except RuntimeError as error:
       if 'Worker process was terminated' in str(error):  # grain's words
         raise config.Failure(f'a data worker died: {str(error).splitlines()[0]}') from None
       raise
-
-  def _following(self) -> list[packing.Batch]:
-    return [next(self._iterators[0]) for _ in range(max(1, self._workers))]
-
-  def _begin(self) -> list[packing.Batch]:
-    """Starts the workers, out of reach of signals."""
-    # Workers inherit the signal mask: an interrupt or a termination of the process group is for the program to handle,
-    # which may want to finish its step. They end with it (`_begin_worker`).
-    self._started = True
-    resource_tracker.ensure_running()  # else the first worker starts it, and it lifts the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-      return self._following()
-    finally:
-      signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
   def position(self) -> tuple[int, np.ndarray]:
     """Batches handed out and the cursors behind them: what `state` and `report` are made from."""
@@ -229,27 +188,27 @@ class Loader:
   def report(self, position: tuple[int, np.ndarray] | None = None) -> dict[str, Any]:
     """Batches, records, epoch, next record, tokens and what was dropped, of this process's rows."""
     batches, cursor = position or self.position()
-    if not isinstance(self.rows, Rows):
+    if not isinstance(self.rows, streams.Rows):
       tokens = len(cursor) * batches * self.rows.length
       nothing: dict[str, Any] = {'records': 0, 'epoch': 0, 'next_record': None, 'dropped': {}, 'truncated': 0}
       return {'batches': batches, 'tokens': tokens, **nothing}
     rows = self.rows
     slots = np.arange(rows.batch)[self.slots]
-    following = int(cursor[:, _RECORD].min())
+    following = int(cursor[:, streams.RECORD].min())
     total = None if rows.epochs is None else rows.epochs * len(rows.members)
     return {
         'batches': batches,
-        'records': int(((cursor[:, _RECORD] - slots) // rows.batch).sum()),
+        'records': int(((cursor[:, streams.RECORD] - slots) // rows.batch).sum()),
         'epoch': min(following, total - 1 if total else following) // len(rows.members),
         'next_record': None if total is not None and following >= total else rows.name(following),
-        'tokens': int(cursor[:, _TOKENS].sum()),
-        'dropped': {why: int(n) for why, n in zip(_REASONS, cursor[:, _DROPPED:].sum(0)) if n},
-        'truncated': int(cursor[:, _TRUNCATED].sum()),
+        'tokens': int(cursor[:, streams.TOKENS].sum()),
+        'dropped': {why: int(n) for why, n in zip(streams.REASONS, cursor[:, streams.DROPPED:].sum(0)) if n},
+        'truncated': int(cursor[:, streams.TRUNCATED].sum()),
     }  # fmt: skip
 
   def describe(self) -> dict[str, Any]:
     """What is decided about the data, for the printed plan and the manifest."""
-    if not isinstance(self.rows, Rows):
+    if not isinstance(self.rows, streams.Rows):
       return {'source': self.facts['source'], 'documents': 'none: every row is one run of random tokens'}
     rows = self.rows
     if rows.whole:
@@ -266,7 +225,7 @@ class Loader:
   def close(self) -> None:
     """Ends the workers. No further batch can be asked for."""
     self._over = True
-    close(self._iterators)
+    worker.close(self._iterators)
 
   def __enter__(self) -> 'Loader':
     return self
@@ -276,12 +235,12 @@ class Loader:
 
   def _warn(self) -> None:
     """Says what is dropped, when its number passes 1, 10, 100, …"""
-    if self._cursor.shape[1] == _WIDTH and self._cursor[:, _DROPPED:].any():
+    if self._cursor.shape[1] == streams.WIDTH and self._cursor[:, streams.DROPPED :].any():
       for why, count in self.report()['dropped'].items():
         if count >= self._warned.get(why, 1):
           self._warned[why] = 10 ** len(str(count))
           logging.warning(
-            'data: %d of %d records so far %s (%s): dropped', count, self.report()['records'], _WHY[why], why
+            'data: %d of %d records so far %s (%s): dropped', count, self.report()['records'], streams.WHY[why], why
           )
 
 
@@ -299,122 +258,6 @@ class HeldOut:
         return
       rows += [packing.empty(1, self.rows.length)] * (self.batch - len(rows))
       yield {name: np.concatenate([row[name] for row in rows[self.slots]]) for name in packing.empty(0, 0)}
-
-
-class Rows(grain.IterDataset):
-  """Parts of batches from records, with `cursor` int64 [b, _WIDTH] behind them. Ended streams give padding."""
-
-  def __init__(
-      self, *, source: sources.Source, members: np.ndarray, encode: Encode, batch: int, length: int,
-      shuffle: int | None, epochs: int | None, whole: bool, sample: bool, skip: bool, slots: slice,
-  ):  # fmt: skip
-    """See `build`. `members` are the record numbers of this split, `slots` the rows of the batch that are made here."""
-    super().__init__()
-    self.source, self.members, self.encode, self.batch, self.length = source, members, encode, batch, length
-    self.shuffle, self.epochs, self.whole, self.sample, self.skip = shuffle, epochs, whole, sample, skip
-    self.slots = slots
-    self.cursor = np.zeros((slots.stop - slots.start, _WIDTH), np.int64)
-    self.cursor[:, _RECORD] = np.arange(batch)[slots]
-    order: grain.MapDataset = grain.MapDataset.range(len(members))
-    self.order = order if shuffle is None else order.shuffle(seed=shuffle)
-
-  def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-    """Keeps the streams of one worker; called by grain in the worker."""
-    del sequential_slice
-    self.cursor = self.cursor[sl]
-
-  def __iter__(self) -> grain.DatasetIterator:
-    return _Iterator(self)
-
-  def name(self, index: int) -> str:
-    """Where record `index` of the order lies."""
-    return self.source.name(int(self.members[self.order[index]]))
-
-  def read(self, index: int) -> tuple[np.ndarray, np.ndarray | None, str | None, bool]:
-    """Record `index` of the order, tokenized; see packing.prepare."""
-    try:
-      record = self.source[int(self.members[self.order[index]])]
-      try:
-        ids, weights = self.encode(record)
-      except config.Error as error:  # text that is no Unicode, a chat without an answer
-        raise sources.BadRecord(f'{record.name}: {error}') from None
-    except sources.BadRecord:
-      if not self.skip:
-        raise
-      return np.zeros(0, np.int32), None, BROKEN, False
-    return packing.prepare(ids, weights, cut=self.length if self.whole else None, sample=self.sample)
-
-  def probe(self) -> None:
-    """Raises config.Error if no record at all can be trained on, before training."""
-    counts = dict.fromkeys(_REASONS, 0)
-    for index in range(len(self.members)):
-      _, weights, why, _ = self.read(index)
-      if weights is not None:
-        return
-      counts[str(why)] += 1
-    found = '; '.join(f'{n} {_WHY[why]}' for why, n in counts.items() if n)
-    raise config.Error(f'none of the {len(self.members)} records can be trained on: {found}')
-
-
-class _Iterator(grain.DatasetIterator):
-  """Packs row after row; holds the document that each stream is in."""
-
-  def __init__(self, rows: Rows):
-    super().__init__()
-    self._rows = rows
-    self._cursor = rows.cursor.copy()
-    self._open: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(self._cursor)
-    self._cut = [False] * len(self._cursor)
-
-  def __next__(self) -> packing.Batch:
-    batch = packing.empty(len(self._cursor), self._rows.length)
-    for row in range(len(self._cursor)):
-      self._fill(batch, row)
-    return {**batch, 'cursor': self._cursor.copy()}
-
-  def _fill(self, batch: packing.Batch, row: int) -> None:
-    cursor, at, segment = self._cursor[row], 0, 0
-    while at < self._rows.length and (document := self._document(row)):
-      segment += 1
-      taken = packing.put(batch, row, at, *document, int(cursor[_OFFSET]), segment)
-      at += taken
-      cursor[_TOKENS] += taken
-      cursor[_OFFSET] += taken
-      if packing.finished(document[0], int(cursor[_OFFSET])):
-        cursor[_TRUNCATED] += self._cut[row]
-        self._next(row)
-      if self._rows.whole:
-        return
-
-  def _document(self, row: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """The document that a stream is in, or None behind the last one."""
-    rows, cursor = self._rows, self._cursor[row]
-    if self._open[row] is None:
-      end = None if rows.epochs is None else rows.epochs * len(rows.members)
-      for _ in range(
-        len(rows.members)
-      ):  # a stream that finds nothing to train on gives a row of padding and tries again
-        if end is not None and cursor[_RECORD] >= end:
-          return None
-        ids, weights, why, self._cut[row] = rows.read(int(cursor[_RECORD]))
-        if weights is not None:
-          self._open[row] = (ids, weights)
-          break
-        cursor[_DROPPED + _REASONS.index(str(why))] += 1
-        self._next(row)
-    return self._open[row]
-
-  def _next(self, row: int) -> None:
-    self._cursor[row, _RECORD] += self._rows.batch
-    self._cursor[row, _OFFSET] = 0
-    self._open[row] = None
-
-  def get_state(self) -> dict[str, Any]:
-    return {'cursor': self._cursor.copy()}
-
-  def set_state(self, state: dict[str, Any]) -> None:
-    self._cursor = np.array(state['cursor'], np.int64)
-    self._open = [None] * len(self._cursor)
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -478,41 +321,3 @@ class _Artificial(HeldOut):
   def __iter__(self) -> Iterator[packing.Batch]:
     for _, part in zip(range(self.batches or 0), self.rows):
       yield {name: value for name, value in part.items() if name != 'cursor'}
-
-
-def _check_shared_memory(workers: int, tokens: int) -> None:
-  """Raises config.Error if what workers read ahead, of `tokens` a batch, has no room: the system would kill them."""
-  need = tokens * 5 * 4 * (2 * _AHEAD + 2)  # five arrays of four bytes; two queues, and one batch at each end
-  if os.path.isdir('/dev/shm'):
-    place = os.statvfs('/dev/shm')
-    if (free := place.f_bavail * place.f_frsize) < need:
-      raise config.Error(
-        f'workers={workers} need {need >> 20} MiB of shared memory and /dev/shm has {free >> 20} MiB; give it more'
-        ' (docker: --shm-size) or set workers=0'
-      )
-
-
-def closing(owner: object, iterator: grain.DatasetIterator) -> list[Any]:
-  """The iterator in a box, closed by `close(box)`, with its owner, or at exit: in time, before modules are gone."""
-  box = [iterator]
-  weakref.finalize(owner, close, box)
-  return box
-
-
-def close(box: list[Any]) -> None:
-  """Ends threads and workers of an iterator, once."""
-  while box:
-    box.pop().close()
-
-
-def _begin_worker(worker: int, workers: int) -> None:
-  """Runs first in a worker: it must end with its parent, even if that is killed."""
-  del worker, workers
-  parent = multiprocessing.parent_process()
-
-  def watch():
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(0)
-
-  threading.Thread(target=watch, daemon=True, name='ends-with-its-parent').start()

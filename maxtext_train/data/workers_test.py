@@ -11,6 +11,7 @@ import pytest
 from maxtext_layers import config
 from maxtext_train.data import config as data_config
 from maxtext_train.data import pipeline
+from maxtext_train.data import worker
 
 
 class _Words:
@@ -85,7 +86,7 @@ def test_more_workers_than_rows_and_too_little_memory(tmp_path, monkeypatch):
   class _Full:
     f_bavail, f_frsize = 1, 4096
 
-  monkeypatch.setattr(pipeline.os.path, 'isdir', lambda path: True)
-  monkeypatch.setattr(pipeline.os, 'statvfs', lambda path: _Full())
+  monkeypatch.setattr(worker.os.path, 'isdir', lambda path: True)
+  monkeypatch.setattr(worker.os, 'statvfs', lambda path: _Full())
   with pytest.raises(config.Error, match='workers=8 need 3 MiB of shared memory and /dev/shm has 0 MiB'):
     pipeline.build(settings, batch=32, length=1024, tokenizer=_Words())
