@@ -115,13 +115,51 @@ def test_others_are_told_the_one_command(machine):
   assert machine.log.read_text() == ''  # nothing was run
 
 
-def test_both_missing_is_one_command(machine):
+@pytest.mark.parametrize(
+  'commands, told',
+  [
+    (['uv'], 'apt-get install -y bazel-bootstrap; then as yourself run: uv python install 3.12'),
+    (['pyenv'], 'apt-get install -y bazel-bootstrap; then as yourself run: pyenv install 3.12'),
+    ([], 'apt-get install -y bazel-bootstrap pipx; then as yourself run: pipx run uv python install 3.12'),
+    (['apt-cache'], 'apt-get install -y bazel-bootstrap python3.12 python3.12-venv'),
+  ],
+)
+def test_both_missing_is_one_line(machine, commands, told):
+  """What uv and pyenv install lies in the home of whoever ran them: the administrator gets apt's command only."""
+  machine.user(1000)
+  machine.records('apt-get')
+  for name in commands:
+    machine.records(name, 'echo "  Candidate: 3.12.3-1"' if name == 'apt-cache' else ':')
+  code, _, error = machine.run()
+  assert code == 1
+  assert error == (f'bazelw: Bazel and Python 3.12 not found; as an administrator run: apt-get update && {told}')
+  assert 'install' not in machine.log.read_text()  # nothing was
+
+
+def test_what_needs_no_administrator_asks_for_none(machine):
   machine.user(1000)
   machine.records('apt-get')
   machine.records('uv')
-  code, _, error = machine.run()
+  machine.command('bazel', SHOW)
+  assert machine.run() == (1, [], 'bazelw: Python 3.12 not found; run: uv python install 3.12')
+
+
+def test_without_apt_the_user_installs_both(machine):
+  machine.user(501)
+  machine.records('brew')
+  told = 'bazelw: Bazel and Python 3.12 not found; run: brew install bazelisk && brew install python@3.12'
+  assert machine.run() == (1, [], told)
+
+
+def test_an_installation_that_brings_nothing_is_told(machine):
+  machine.user(0)
+  bazel = f"printf '#!/bin/sh\\necho here\\n' > {machine.bin}/bazel; {shutil.which('chmod')} +x {machine.bin}/bazel"
+  machine.records('apt-get', f'case "$1" in install) {bazel};; esac')
+  machine.records('uv')  # and installs nothing
+  code, _, error = machine.run('info')
   assert code == 1
-  assert error.endswith('apt-get update && apt-get install -y bazel-bootstrap && uv python install 3.12')
+  assert 'installing: apt-get install -y bazel-bootstrap && uv python install 3.12' in error
+  assert error.endswith('bazelw: Bazel and Python 3.12: installed, but not found where this script looks')
 
 
 def test_root_installs_and_says_so(machine):
