@@ -37,7 +37,7 @@ class Rows(grain.IterDataset):
       self, *, source: sources.Source, members: np.ndarray, encode: Encode, batch: int, length: int,
       shuffle: int | None, epochs: int | None, whole: bool, sample: bool, skip: bool, slots: slice,
   ):  # fmt: skip
-    """See pipeline.build. `members` are the record numbers of this split, `slots` the rows of the batch that are made here."""
+    """See pipeline.build. `members`: record numbers of this split; `slots`: the rows of the batch to be made here."""
     super().__init__()
     self.source, self.members, self.encode, self.batch, self.length = source, members, encode, batch, length
     self.shuffle, self.epochs, self.whole, self.sample, self.skip = shuffle, epochs, whole, sample, skip
