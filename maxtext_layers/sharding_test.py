@@ -165,6 +165,47 @@ def test_config_checks_itself():
   assert sharding.Config().mesh(jax.devices()[:1]).size == 1
 
 
+@pytest.mark.parametrize(
+  ('given', 'sizes'),
+  [
+    ({}, (1, -1, 1)),
+    ({'preset': 'tensor'}, (1, 1, -1)),
+    ({'preset': 'tensor', 'data': 2}, (2, 1, -1)),
+    ({'preset': 'tensor', 'data': -1, 'tensor': 2}, (-1, 1, 2)),
+    ({'preset': 'fsdp_tensor', 'tensor': 2}, (1, -1, 2)),
+    ({'data': -1}, (-1, 1, 1)),
+    ({'data': 2, 'fsdp': 4}, (2, 4, 1)),
+  ],
+)
+def test_devices_nobody_asked_for_go_to_the_axis_of_the_preset(given, sizes):
+  assert tuple(sharding.Config(**given).sizes().values()) == sizes
+
+
+@pytest.mark.parametrize(
+  ('given', 'says'),
+  [
+    (
+      {'preset': 'fsdp', 'tensor': 8},
+      r'^tensor=8: preset=fsdp cuts no weight along tensor, .* it cuts fsdp, and data=8',
+    ),
+    (
+      {'preset': 'tensor', 'fsdp': 8, 'tensor': 1},
+      r'^fsdp=8: preset=tensor cuts no weight along fsdp.* it cuts tensor,',
+    ),
+    ({'preset': 'fsdp', 'fsdp': 2, 'tensor': -1}, r'^tensor=4: '),
+    ({'preset': 'tensor', 'tensor': 2}, r'^mesh data=1 x fsdp=1 x tensor=2 does not fit 8 devices$'),
+  ],
+)
+def test_devices_that_would_hold_the_same_weights_unasked_are_an_error(given, says, monkeypatch):
+  eight = lambda sizes, names, **_: jax.sharding.AbstractMesh(tuple(sizes), names)
+  monkeypatch.setattr(jax, 'make_mesh', eight)
+  with pytest.raises(config.Error, match=says):
+    sharding.Config(**given).mesh(range(8))
+  for preset in sharding.PRESETS:
+    assert sharding.Config(preset=preset).mesh(range(8)).shape[sharding.OWN[preset]] == 8
+  assert sharding.Config(data=8).mesh(range(8)).shape['data'] == 8  # copies, and they are asked for
+
+
 def test_a_large_weight_left_whole_is_an_error_that_names_it():
   rules, leaf = sharding.PRESETS['fsdp_tensor'], lambda *shape: param.constant(shape, ('embed', 'mlp'), value=0.0)
   mesh = jax.sharding.AbstractMesh((1, 4, 2), sharding.MESH)
@@ -175,8 +216,21 @@ def test_a_large_weight_left_whole_is_an_error_that_names_it():
     'weight ffn.up (embed=6, mlp=5) stays whole on every device: no axis of it divides by fsdp=4 or '
     'tensor=2 of the mesh'
   )
-  sharding.shardings_of(state, mesh, rules, large=120)  # 30 numbers of 4 bytes are not more than that
+  sharding.shardings_of(
+    state | {'down': leaf(4, 1)}, mesh, rules, large=120
+  )  # 30 numbers of 4 bytes are not more than that
   sharding.shardings_of({'up': leaf(6, 4)}, mesh, rules, large=0)  # one way is enough
+
+
+def test_a_model_of_which_nothing_is_cut_is_an_error():
+  """Small weights may stay whole, but not all of them."""
+  rules, leaf = sharding.PRESETS['fsdp'], lambda *shape: param.constant(shape, ('embed', 'mlp'), value=0.0)
+  mesh = jax.sharding.AbstractMesh((1, 4, 1), sharding.MESH)
+  with pytest.raises(
+    config.Error, match=r'^weight up .embed=6, mlp=5. stays whole .* of the mesh, and so do all others$'
+  ):
+    sharding.shardings_of({'up': leaf(6, 5)}, mesh, rules)
+  sharding.shardings_of({'up': leaf(6, 5), 'down': leaf(8, 5)}, mesh, rules)
 
 
 def test_a_batch_that_does_not_divide_is_an_error_that_names_it():

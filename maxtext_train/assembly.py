@@ -68,7 +68,7 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   Raises:
     config.Error: something does not fit this machine.
   """
-  mesh, rules = run.mesh(settings), sharding.PRESETS[settings.mesh.preset]
+  mesh, rules = run.mesh(settings), settings.mesh.rules
   specs = [block.mixer for block in card.blocks()]
   kernel = attention.resolve(settings.kernel, jax.default_backend(), not settings.data.artificial, specs)
   chunk = losses.resolve(settings.loss.chunk, mesh.size)

@@ -1,7 +1,7 @@
 """A pretraining run as one typed object. What each part means stands beside the code that it configures.
 
 A config file has `get_config()` or `get_config(model)` and returns a `Pretrain`. `config.check` tests every class by
-itself; `devices` tests what can only be known on the machine.
+itself; `mesh` tests what can only be known on the machine.
 """
 
 import dataclasses
@@ -32,28 +32,6 @@ class Scan(enum.StrEnum):
   AUTO = 'auto'
   YES = 'yes'
   NO = 'no'
-
-
-@config.config
-class Mesh:
-  """How many ways each axis is cut. One size may be -1: all devices that are left."""
-
-  preset: str = 'fsdp'  # which words go to which axes, see sharding.PRESETS
-  data: int = 1
-  fsdp: int = -1
-  tensor: int = 1
-
-  def check(self) -> None:
-    """Raises config.Error naming the field."""
-    if self.preset not in sharding.PRESETS:
-      known = ', '.join(sharding.PRESETS)
-      raise config.Error(f'preset={self.preset!r} is none of {known}{config.nearest(self.preset, sharding.PRESETS)}')
-    sizes = {'data': self.data, 'fsdp': self.fsdp, 'tensor': self.tensor}
-    for name, size in sizes.items():
-      if size < 1 and size != -1:
-        raise config.Error(f'{name}={size} is neither positive nor -1')
-    if list(sizes.values()).count(-1) > 1:
-      raise config.Error(f'more than one size is -1: {sizes}')
 
 
 @config.config
@@ -111,7 +89,7 @@ class Pretrain:
   data: data_config.Config = dataclasses.field(default_factory=data_config.Config)
   optimizer: optimizers.Config = dataclasses.field(default_factory=optimizers.Config)
   schedule: schedules.Config = dataclasses.field(default_factory=schedules.Config)
-  mesh: Mesh = dataclasses.field(default_factory=Mesh)
+  mesh: sharding.Config = dataclasses.field(default_factory=sharding.Config)
   checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
   evaluate: evaluation.Config = dataclasses.field(default_factory=evaluation.Config)
   profile: Profile = dataclasses.field(default_factory=Profile)
@@ -141,12 +119,12 @@ def mesh(settings: Pretrain):
   Raises:
     config.Error: the sizes do not fit the devices, or the batch does not fit the sizes.
   """
-  sizes = settings.mesh
-  made = sharding.mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
-  ways, micro = made.shape['data'] * made.shape['fsdp'], settings.batch // settings.accumulate
-  if micro % ways:
-    raise config.Error(
-      f'config.batch={settings.batch} over accumulate={settings.accumulate} is {micro} rows, '
-      f'not divisible by the mesh: data={made.shape["data"]} x fsdp={made.shape["fsdp"]}'
-    )
+  try:
+    made = settings.mesh.mesh()
+  except config.Error as error:
+    raise config.Error(f'config.mesh: {error}') from None
+  rows, name = settings.batch, 'config.batch'
+  if settings.accumulate > 1:
+    rows, name = rows // settings.accumulate, f'config.batch={rows} / config.accumulate'
+  sharding.check_rows(rows, made, settings.mesh.rules, name)
   return made

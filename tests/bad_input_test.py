@@ -81,7 +81,8 @@ CASES = [
   ('--config.batch=5', 'batch=5 is not divisible by accumulate=2'),
   ('--config.mesh.fsdp=3', 'mesh.*3'),
   ('--config.mesh.preset=fdsp', "preset='fdsp'.*did you mean 'fsdp'"),
-  ('--config.mesh.data=-1', 'more than one size is -1'),
+  ('--config.mesh.data=-1 --config.mesh.fsdp=-1', 'more than one size is -1'),
+  ('--config.mesh.preset=tensor --config.mesh.tensor=2', 'config.mesh: mesh .* tensor=2 does not fit 1 devices'),
   # data
   ('--config.data.paths=nowhere', 'paths: nowhere does not exist'),
   ('--config.data.paths=empty', 'paths: empty holds no file'),
