@@ -15,6 +15,8 @@ from maxtext_layers import config
 from maxtext_layers import mask
 from maxtext_layers import sharding
 
+LANES = 128  # of a TPU's vector unit: the smallest block of the kernel
+
 
 @config.spec
 class Shape:
@@ -93,8 +95,7 @@ def splash(q, k, v, shape: Shape, segments=None, sinks=None, interpret: bool = F
   assert sinks is None
   length = q.shape[2]
   block = math.gcd(length, 512)
-  if block < 128:
-    raise config.Error(f'kernel splash needs rows of a multiple of 128 tokens, not {length}')
+  assert block >= LANES, 'attention.resolve was not told the length'
   seen = masks.CausalMask((length, length))
   if shape.window is not None:
     seen = masks.LocalMask((length, length), (shape.window - 1, 0), 0)
@@ -115,6 +116,11 @@ def splash(q, k, v, shape: Shape, segments=None, sinks=None, interpret: bool = F
     return local(q, k, v, segments)
   spec = lambda x, *words: sharding.activation(x.shape, *words)
   wide, narrow = spec(q, 'batch', 'heads', None, None), spec(k, 'batch', 'kv_heads', None, None)
+  if wide[1] != narrow[1]:  # the mesh cuts the queries' heads further than it can cut k and v: a device takes its own
+    here = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), wide).shard_shape(q.shape)[1]
+    ways = q.shape[1] // here
+    k, v = (jnp.repeat(x, math.lcm(ways, x.shape[1]) // x.shape[1], 1) for x in (k, v))
+    narrow = wide
   rows = None if segments is None else spec(segments, 'batch', None)
   return jax.shard_map(local, in_specs=(wide, narrow, narrow, rows), out_specs=wide, check_vma=False)(q, k, v, segments)
 
@@ -132,21 +138,37 @@ def cudnn(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
 
 @config.spec
 class Kernel:
-  """An implementation, the platforms that it runs on, and the features that it has ('segments window cap sinks')."""
+  """An implementation, the platforms that it runs on, and what it can do there.
+
+  features: of 'segments window cap sinks'.
+  multiple: of which a row's number of tokens must be one.
+  dtypes: that q, k and v may have; empty: any.
+  """
 
   run: object
   platforms: frozenset[str]
   features: frozenset[str]
+  multiple: int = 1
+  dtypes: frozenset[str] = frozenset()
+
+  def lacks(self, needs, length: int | None = None, dtype=None) -> list[str]:
+    """What is needed and not there, in words; a length or dtype of None is not known and not asked for."""
+    lacking = sorted(needs - self.features)
+    if length is not None and length % self.multiple:
+      lacking.append(f'rows of {length} tokens (only multiples of {self.multiple})')
+    if dtype is not None and self.dtypes and str(jnp.dtype(dtype)) not in self.dtypes:
+      lacking.append(f'{jnp.dtype(dtype)} (only {" and ".join(sorted(self.dtypes))})')
+    return lacking
 
 
-def _kernel(run, platforms, features):
-  return Kernel(run, frozenset(platforms.split()), frozenset(features.split()))
+def _kernel(run, platforms, features, **limits):
+  return Kernel(run, frozenset(platforms.split()), frozenset(features.split()), **limits)
 
 
 # In order of preference, as 'auto' takes them.
 KERNELS = {
-  'splash': _kernel(splash, 'tpu', 'segments window cap'),
-  'cudnn': _kernel(cudnn, 'gpu cuda', 'window'),
+  'splash': _kernel(splash, 'tpu', 'segments window cap', multiple=LANES),
+  'cudnn': _kernel(cudnn, 'gpu cuda', 'window', dtypes=frozenset({'bfloat16', 'float16'})),
   'chunked': _kernel(chunked, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
   'xla': _kernel(xla, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
 }

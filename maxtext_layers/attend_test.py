@@ -1,6 +1,10 @@
 """Every implementation against one twin: float64 numpy, with the mask written out by its definition."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxtext_layers import attend
+from maxtext_layers import sharding
 
 HERE = {'chunked': attend.chunked, 'chunked in blocks of 5': lambda *a: attend.chunked(*a, block=5), 'xla': attend.xla}
 here = pytest.mark.parametrize('run', HERE.values(), ids=HERE)
@@ -149,3 +154,42 @@ def test_splash_in_the_interpreter_equals_chunked(window, cap):
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   for g, t in zip(grads, twins):
     np.testing.assert_allclose(g, t, atol=2e-5)
+
+
+MESHES = {'2 ways, rows cut too': (2, 2), '4 ways': (1, 4)}
+
+
+def on_meshes():
+  """Largest distance of splash from chunked, for 8 heads of queries and 2 of keys; in a process with 4 devices."""
+  q, k, v = example(b=2, n=8, k=2, t=128, h=128, scale=0.5)
+  segments = jnp.asarray([[1] * 50 + [2] * 78, [1] * 128])
+  shape, rules = attend.Shape(0.3), sharding.PRESETS['tensor']
+  out = {}
+  for name, (data, tensor) in MESHES.items():
+    mesh = sharding.mesh(jax.devices()[: data * tensor], data=data, fsdp=1, tensor=tensor)
+    with sharding.use(mesh, rules):
+      loss = lambda run: jax.jit(jax.value_and_grad(lambda *a: (run(*a, shape, segments) ** 2).sum(), (0, 1, 2)))
+      value, grads = loss(lambda *a: attend.splash(*a, interpret=True))(q, k, v)
+    expected, twins = loss(attend.chunked)(q, k, v)
+    far = [float(np.abs(np.asarray(g) - np.asarray(t)).max()) for g, t in zip(grads, twins)]
+    out[name] = [abs(float(value / expected) - 1), *far]
+  print(json.dumps(out))
+
+
+def test_splash_on_a_mesh_that_cuts_queries_further_than_keys():
+  """Each device's queries meet the keys of their own group: 8 heads over 4 devices, 2 of keys, which 4 do not cut."""
+  environment = os.environ | {
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': os.pathsep.join(p for p in sys.path if p),
+  }
+  done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  far = json.loads(done.stdout.splitlines()[-1])
+  assert far.keys() == MESHES.keys()
+  for name, distances in far.items():
+    assert max(distances) < 1e-4, name
+
+
+if __name__ == '__main__':
+  on_meshes()

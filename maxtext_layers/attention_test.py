@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_layers import attend
 from maxtext_layers import attention
 from maxtext_layers import block
 from maxtext_layers import config
@@ -180,6 +181,56 @@ def test_auto_takes_what_works():
 
 
 @pytest.mark.parametrize(
+  'kernel, platform, needs, takes',
+  [
+    ('auto', 'tpu', {'length': 256}, 'splash'),
+    ('auto', 'tpu', {'length': 100}, 'chunked'),  # what is scored has any length
+    ('auto', 'tpu', {'length': 16}, 'chunked'),  # and so have prompts
+    ('splash', 'tpu', {'length': 128, 'dtype': 'float32'}, 'splash'),
+    ('cudnn', 'gpu', {'length': 100, 'dtype': 'bfloat16'}, 'cudnn'),
+    ('cudnn', 'gpu', {'dtype': jnp.float16}, 'cudnn'),
+    ('auto', 'gpu', {'length': 100, 'dtype': 'float32'}, 'chunked'),
+  ],
+)
+def test_a_kernel_takes_the_shapes_and_dtypes_that_it_can(kernel, platform, needs, takes):
+  """J10: pairs of a kernel and a length, of a kernel and a dtype; auto never takes one that would refuse."""
+  assert attention.resolve(kernel, platform, specs=[PLAIN], **needs) == takes
+
+
+@pytest.mark.parametrize(
+  'kernel, platform, needs, says',
+  [
+    (
+      'splash',
+      'tpu',
+      {'length': 100},
+      "kernel 'splash' cannot do rows of 100 tokens (only multiples of 128), which this run needs; "
+      'what works here: auto, chunked, xla',
+    ),
+    (
+      'cudnn',
+      'gpu',
+      {'dtype': jnp.float32},
+      "kernel 'cudnn' cannot do float32 (only bfloat16 and float16), which this run needs; "
+      'what works here: auto, chunked, xla',
+    ),
+    (
+      'cudnn',
+      'gpu',
+      {'packed': True, 'length': 100, 'dtype': 'float32'},
+      "kernel 'cudnn' cannot do segments, float32 (only bfloat16 and float16), which this run needs; "
+      'what works here: auto, chunked, xla',
+    ),
+  ],
+)
+def test_a_kernel_refuses_the_shapes_and_dtypes_that_it_cannot(kernel, platform, needs, says):
+  """J10: before anything is traced, with the names of those that work here."""
+  with pytest.raises(config.Error) as caught:
+    attention.resolve(kernel, platform, specs=[PLAIN], **needs)
+  assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
   'kernel, platform, packed, mixer, says',
   [
     ('splash', 'cpu', False, 'plain', "kernel 'splash' does not run on cpu; what works here: auto, chunked, xla"),
@@ -225,3 +276,33 @@ def test_the_stack_refuses_what_nobody_resolved():
   model = build(PLAIN)
   with pytest.raises(config.Error, match='cannot do segments'):
     model(X, block.Context(segments=jnp.ones((2, 12), jnp.int32), kernel='cudnn'))
+  for kernel, says in (('cudnn', r'cannot do float32 \(only'), ('splash', r'cannot do rows of 12 tokens \(only')):
+    with pytest.raises(config.Error, match=says):
+      model(X, block.Context(kernel=kernel))
+
+
+def test_padding_on_the_left_of_a_prompt_needs_segments():
+  """B3: a prefill with positions has padding; later calls read memories, which no kernel does."""
+  model = build(PLAIN)
+  x, places = X.astype(jnp.bfloat16), jnp.arange(12) - jnp.asarray([[0], [3]])
+  caches = model.caches(2, 16, jnp.bfloat16)
+  with pytest.raises(config.Error, match='cannot do segments'):
+    model(x, block.Context(places, kernel='cudnn'), caches)
+  y, _, _ = model(X[:, :1], block.Context(places[:, -1:] + 1, start=12, kernel='cudnn'), caches)
+  assert y.shape == (2, 1, 16)
+
+
+def test_auto_on_a_tpu_asks_for_the_length(monkeypatch):
+  """J10: the stack knows the rows: 12 tokens are no block of splash, 128 are."""
+  ran = []
+  kernels = {
+    name: dataclasses.replace(k, run=lambda *a, name=name, run=k.run: (ran.append(name), attend.xla(*a))[1])
+    for name, k in attend.KERNELS.items()
+  }
+  monkeypatch.setattr(attend, 'KERNELS', kernels)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  model = build(PLAIN, layers=1)
+  for length, takes in ((12, 'chunked'), (128, 'splash')):
+    ran.clear()
+    jax.eval_shape(lambda x: model(x, block.Context())[0], jnp.zeros((1, length, 16)))
+    assert ran == [takes]

@@ -70,7 +70,12 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   """
   mesh, rules = run.mesh(settings), settings.mesh.rules
   specs = [block.mixer for block in card.blocks()]
-  kernel = attention.resolve(settings.kernel, jax.default_backend(), not settings.data.artificial, specs)
+  needs: dict[str, Any] = {
+    'packed': not settings.data.artificial,
+    'length': settings.length,
+    'dtype': str(settings.dtype),
+  }
+  kernel = attention.resolve(settings.kernel, jax.default_backend(), specs=specs, **needs)
   chunk = losses.resolve(settings.loss.chunk, mesh.size)
   scan = {'auto': card.layers > stack.DEEP, 'yes': True, 'no': False}[settings.scan]
   options = {'scan': scan, 'remat': settings.remat, 'dtype': jnp.dtype(str(settings.dtype))}
