@@ -10,6 +10,8 @@ Reading order: `train`, which is in the order of time.
 import errno
 import functools
 import importlib.resources
+import os
+import pathlib
 import sys
 
 from absl import flags
@@ -34,12 +36,12 @@ def explain(settings):
   from maxtext_layers import config
   from maxtext_train import assembly
   from maxtext_train import explain as explained
-  from maxtext_train import session
+  from maxtext_train import inputs
 
-  _cache(session.cache_folder(settings.cache))
-  card = session.card(settings)
+  _cache(settings.cache)
+  card = inputs.card(settings)
   parts = assembly.build(settings, card)
-  loader = session.loader(settings, card, session.tokenizer(settings, card))
+  loader = inputs.loader(settings, card, inputs.tokenizer(settings, card))
   plan = explained.plan(settings, parts, loader.describe(), parts.compile())
   print(config.dump(settings) + '\n' + explained.text(plan))
 
@@ -65,9 +67,7 @@ def train(settings, folder):
       parts = assembly.build(settings, run.card)
       data = run.read_data()
       with parts.in_mesh():
-        cached = session.cache_folder(settings.cache)
-        _cache(cached)
-        print(f'compilation cache: {cached or "off"}')
+        print(f'compilation cache: {_cache(settings.cache) or "off"}')
         state = run.begin(parts)
         run.offer(stop, run.start, state, None, data, run.tokens)
         run.compile(parts)
@@ -101,14 +101,29 @@ def train(settings, folder):
     place.stop()
 
 
-def _cache(folder):
-  """Keeps compiled programs in `folder`; here and not below, because it changes JAX for the whole process."""
+def _cache(setting):
+  """Keeps compiled programs where `config.cache` says. -> the folder, made if need be, or None: nowhere."""
   import jax
 
-  if folder is not None:
-    jax.config.update('jax_compilation_cache_dir', str(folder))
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
-    jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  from maxtext_layers import config
+
+  if setting is None:
+    return None
+  if setting == 'auto':
+    folder = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
+  else:
+    folder = pathlib.Path(setting)
+  folder = folder.expanduser()
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    if setting == 'auto':
+      return None
+    raise config.Error(f'config.cache={setting}: {error.strerror}') from error
+  jax.config.update('jax_compilation_cache_dir', str(folder))  # for the whole process: a program's to decide
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  return folder
 
 
 def resolve(name):

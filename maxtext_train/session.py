@@ -12,7 +12,6 @@ Reading order: `open_run`, then the methods of `Run` in the order in which `pret
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -28,17 +27,16 @@ import numpy as np
 
 from maxtext_layers import config
 from maxtext_models import checkpoint as models
-from maxtext_models import tokenizer as tokenizers
 from maxtext_train import checkpoint
 from maxtext_train import evaluate
 from maxtext_train import explain
 from maxtext_train import hooks
+from maxtext_train import inputs
 from maxtext_train import loop
 from maxtext_train import metrics as record
 from maxtext_train import report
 from maxtext_train import state as states
 from maxtext_train.data import feed
-from maxtext_train.data import pipeline
 
 _LOCK = 'lock'
 
@@ -91,7 +89,7 @@ class Run:
     self.start, self.tokens = (self.told['step'], self.told['tokens']) if self.told else (0, 0)
     if self.told and self.told['rng'] != self._rng():
       raise config.Error(f'config.seed={settings.seed}, but {folder} was started with seed {self.told["rng"]["seed"]}')
-    self.card = card(settings, self.checkpoints.path(newest) if newest is not None else None)
+    self.card = inputs.card(settings, self.checkpoints.path(newest) if newest is not None else None)
     self._loader, self._held, self._tokenizer, self._parts, self._plan = None, None, None, None, None
     self._began = time.monotonic()
 
@@ -108,16 +106,16 @@ class Run:
 
   def read_data(self):
     """Opens the data where the run stands. -> loop.Data."""
-    self._tokenizer = tokenizer(self.settings, self.card)
+    self._tokenizer = inputs.tokenizer(self.settings, self.card)
     if self.settings.sample is not None and self._tokenizer is None:
       raise config.Error(
         f'config.sample={self.settings.sample!r}, but data.source={self.settings.data.source} has no text; '
         'leave it out with --config.sample=none'
       )
     state = json.loads((self.checkpoints.path(self.resumed) / 'data.json').read_text()) if self.told else None
-    self._loader = loader(self.settings, self.card, self._tokenizer, state)
+    self._loader = inputs.loader(self.settings, self.card, self._tokenizer, state)
     if self.settings.evaluate.every:
-      self._held = loader(self.settings, self.card, self._tokenizer, split='heldout')
+      self._held = inputs.loader(self.settings, self.card, self._tokenizer, split='heldout')
     return loop.Data(self._loader, self._loader.position())
 
   def begin(self, parts):
@@ -129,7 +127,7 @@ class Run:
       if changes := _changes((self.checkpoints.path(self.resumed) / 'config.txt').read_text(), self.settings):
         print(f'changed since step {self.start}: {", ".join(changes)}')
     elif self.settings.init_from is not None:
-      state = states.create(parts.plan, weights(self.settings, parts))
+      state = states.create(parts.plan, inputs.weights(self.settings, parts))
       print(f'weights: {self.settings.init_from}')
     else:
       state = states.create(parts.plan)
@@ -326,79 +324,6 @@ def _changes(before, settings):
   texts = (before, config.dump(settings))
   old, new = (dict(line.split(' = ', 1) for line in text.splitlines() if ' = ' in line) for text in texts)
   return [f'{name} {old.get(name)} -> {new.get(name)}' for name in {**old, **new} if old.get(name) != new.get(name)]
-
-
-def card(settings, newest=None):
-  """The model's card: the config's, or that of the checkpoint to go on from, or of the weights to start from."""
-  if settings.model is not None:
-    return settings.model
-  if newest is None and settings.init_from is None:
-    raise config.Error('config.model is none and config.init_from is none: there is nothing to train')
-  found = models.read_card(newest or settings.init_from)
-  if settings.length > found.context:
-    raise config.Error(f'config.length={settings.length} exceeds the context of the model, {found.context}')
-  return found
-
-
-def tokenizer(settings, card):
-  """The tokenizer of the data, or None for artificial data."""
-  if settings.data.artificial:
-    return None
-  found = tokenizers.load(settings.data.tokenizer)
-  if found.vocab > card.vocab:
-    raise config.Error(
-      f'data.tokenizer={settings.data.tokenizer!r} has {found.vocab} ids, model.vocab={card.vocab} holds fewer'
-    )
-  return found
-
-
-def loader(settings, card, tokenizer, state=None, split='train'):
-  """The data of the run."""
-  if jax.process_count() > 1:  # data, feed and sharding know of processes; the run directory has one writer so far
-    raise config.Error(f'this run has {jax.process_count()} processes; only one can write a run so far')
-  return pipeline.build(
-    settings.data, batch=settings.batch, length=settings.length, tokenizer=tokenizer, state=state, split=split,
-    vocab=card.vocab, batches=settings.evaluate.batches if split == 'heldout' else None,
-  )  # fmt: skip
-
-
-def weights(settings, parts):
-  """The parameters in `init_from`, placed where the state lives."""
-  theirs = models.read_card(settings.init_from)
-  if text := _other_model(theirs, parts.card):
-    raise config.Error(f'config.init_from={settings.init_from} holds another model: {text}')
-  _, model = models.load(
-    settings.init_from, dtype='float32', scan=parts.scan, shardings=lambda _: parts.plan.shardings.params
-  )
-  return nnx.state(model)
-
-
-def _other_model(theirs, ours):
-  if type(theirs) is not type(ours):
-    return f'family {type(theirs).__name__}, not {type(ours).__name__}'
-  names = [
-    f.name for f in dataclasses.fields(ours) if f.name not in ('name', 'source', 'context', 'dtype', 'tied_copy')
-  ]
-  pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
-  return ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
-
-
-def cache_folder(setting):
-  """Where `config.cache` says that compiled programs are kept, made if need be; None: nowhere."""
-  if setting is None:
-    return None
-  if setting == 'auto':
-    folder = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
-  else:
-    folder = pathlib.Path(setting)
-  folder = folder.expanduser()
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    if setting == 'auto':
-      return None
-    raise config.Error(f'config.cache={setting}: {error.strerror}') from error
-  return folder
 
 
 def _notes(path):

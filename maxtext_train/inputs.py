@@ -1,0 +1,69 @@
+"""What a run takes in: the model's card, the tokenizer, the batches, and the weights to start from.
+
+All of it is read from the settings, and from the newest checkpoint where there is one; nothing is written.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+
+from maxtext_layers import config
+from maxtext_models import checkpoint as models
+from maxtext_models import tokenizer as tokenizers
+from maxtext_train.data import pipeline
+
+
+def card(settings, newest=None):
+  """The model's card: the config's, or that of the checkpoint to go on from, or of the weights to start from."""
+  if settings.model is not None:
+    return settings.model
+  if newest is None and settings.init_from is None:
+    raise config.Error('config.model is none and config.init_from is none: there is nothing to train')
+  found = models.read_card(newest or settings.init_from)
+  if settings.length > found.context:
+    raise config.Error(f'config.length={settings.length} exceeds the context of the model, {found.context}')
+  return found
+
+
+def tokenizer(settings, card):
+  """The tokenizer of the data, or None for artificial data."""
+  if settings.data.artificial:
+    return None
+  found = tokenizers.load(settings.data.tokenizer)
+  if found.vocab > card.vocab:
+    raise config.Error(
+      f'data.tokenizer={settings.data.tokenizer!r} has {found.vocab} ids, model.vocab={card.vocab} holds fewer'
+    )
+  return found
+
+
+def loader(settings, card, tokenizer, state=None, split='train'):
+  """The data of the run."""
+  if jax.process_count() > 1:  # data, feed and sharding know of processes; the run directory has one writer so far
+    raise config.Error(f'this run has {jax.process_count()} processes; only one can write a run so far')
+  return pipeline.build(
+    settings.data, batch=settings.batch, length=settings.length, tokenizer=tokenizer, state=state, split=split,
+    vocab=card.vocab, batches=settings.evaluate.batches if split == 'heldout' else None,
+  )  # fmt: skip
+
+
+def weights(settings, parts):
+  """The parameters in `init_from`, placed where the state lives."""
+  theirs = models.read_card(settings.init_from)
+  if text := _other_model(theirs, parts.card):
+    raise config.Error(f'config.init_from={settings.init_from} holds another model: {text}')
+  _, model = models.load(
+    settings.init_from, dtype='float32', scan=parts.scan, shardings=lambda _: parts.plan.shardings.params
+  )
+  return nnx.state(model)
+
+
+def _other_model(theirs, ours):
+  if type(theirs) is not type(ours):
+    return f'family {type(theirs).__name__}, not {type(ours).__name__}'
+  names = [
+    f.name for f in dataclasses.fields(ours) if f.name not in ('name', 'source', 'context', 'dtype', 'tied_copy')
+  ]
+  pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
+  return ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
