@@ -158,6 +158,24 @@ def test_qwen3_ignores_a_window_that_is_switched_off():
   assert registry.card_from_hf({**QWEN3, 'use_sliding_window': False, 'sliding_window': 4096}).head_dim == 24
 
 
+def test_a_llama_that_was_trained_in_parts_is_the_same_model():
+  """pretraining_tp says how products were cut; old exports of Llama 2 hold 2 or more, and no number depends on it."""
+  assert registry.card_from_hf({**BASE, 'pretraining_tp': 2}) == registry.card_from_hf(BASE)
+  with pytest.raises(config.Error, match=r"pretraining_tp='2' is not a number"):
+    registry.card_from_hf({**BASE, 'pretraining_tp': '2'})
+
+
+@pytest.mark.parametrize('name', ['llama3.2-1b', 'qwen3-0.6b'])
+def test_what_an_export_would_lose_is_refused(name):
+  """Neither family's config.json can say these."""
+  for field, value in (('embed_scale', 45.25), ('norm_offset', 1.0)):
+    changed = registry.card(name)
+    changed.check()
+    setattr(changed, field, value)
+    with pytest.raises(config.Error, match=f'{field}={value} is nothing that a (Llama|Qwen3) has'):
+      changed.check()
+
+
 def test_the_tie_flag_is_found_at_the_top_and_nested():
   """A13: a wrapper's export keeps it in text_config."""
   assert not registry.card_from_hf(BASE).tied
