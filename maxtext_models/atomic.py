@@ -10,9 +10,11 @@ from maxtext_layers import config
 
 
 def refuse_filled(target):
-  """config.Error unless nothing, or an empty directory, is at `target`."""
+  """config.Error unless nothing, or an empty directory that another may replace, is at `target`."""
   if os.path.exists(target) and (not os.path.isdir(target) or os.listdir(target)):
     raise config.Error(f'{target} exists and is not an empty directory; nothing was written')
+  if os.path.ismount(target):
+    raise config.Error(f'{target} is a mount point, which no directory can replace; name one inside it')
 
 
 @contextlib.contextmanager
@@ -20,14 +22,14 @@ def directory(target, size=0):
   """Yields a temporary directory that becomes `target`, or disappears if the block raises.
 
   Args:
-    target: path.
+    target: path; behind a symbolic link, the place that it points to.
     size: bytes that will be written, as far as they are known.
 
   Raises:
     config.Error: `target` is there already, or its place cannot be written to.
     config.Failure: the disk is full, or `size` will not fit on it.
   """
-  target = os.path.abspath(target)
+  target = os.path.realpath(target)
   refuse_filled(target)
   try:
     os.makedirs(os.path.dirname(target), exist_ok=True)

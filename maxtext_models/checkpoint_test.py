@@ -316,6 +316,27 @@ def test_too_small_a_disk_is_known_before_anything_is_written(model, tmp_path, m
   assert not os.listdir(tmp_path)
 
 
+def test_a_target_behind_a_link_is_written_where_it_points(model, tmp_path):
+  (tmp_path / 'disk').mkdir()
+  for there in (True, False):
+    place, link = tmp_path / f'disk/{there}', tmp_path / f'link-{there}'
+    if there:
+      place.mkdir()
+    link.symlink_to(place)
+    checkpoint.save(link, card_of(12), model)
+    assert link.is_symlink() and checkpoint.kind(place) == checkpoint.kind(link) == 'native'
+  assert sorted(os.listdir(tmp_path / 'disk')) == ['False', 'True']
+
+
+def test_a_mount_point_is_refused_before_the_work(model, tmp_path, monkeypatch):
+  (tmp_path / 'target').mkdir()
+  monkeypatch.setattr(os.path, 'ismount', lambda path: str(path) == str(tmp_path / 'target'))
+  monkeypatch.setattr(checkpoint, 'write_manifest', None)
+  with pytest.raises(config.Error, match='target is a mount point, which no directory can replace; name one inside'):
+    checkpoint.save(tmp_path / 'target', card_of(12), model)
+  assert os.listdir(tmp_path) == ['target']
+
+
 def test_a_filled_target_is_refused_and_kept(tmp_path):
   (tmp_path / 'target').mkdir()
   (tmp_path / 'target/mine').write_text('x')
