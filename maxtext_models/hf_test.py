@@ -117,6 +117,18 @@ def test_tables_that_follow_from_the_config_are_passed_over_and_named(make):
   assert name in hf.remarks(directory)[0]
 
 
+def test_fields_that_nobody_reads_are_named(make):
+  """What config.json says beside the mathematics, or of a later release; what is read, or null, is not among them."""
+  directory = make('qwen3', initializer_range=0.02, gate_of_tomorrow=[1], eos_token_id=3)
+  (line,) = hf.remarks(directory)
+  named = line.removeprefix('  in config.json, but not read: ').split(', ')
+  assert {'initializer_range', 'gate_of_tomorrow'} <= set(named)
+  source = json.load(open(f'{directory}/config.json'))
+  kept = {'model_type', 'architectures', 'head_dim', 'rope_parameters', 'use_sliding_window', 'eos_token_id', 'dtype'}
+  assert kept <= source.keys() and not kept & set(named)
+  assert set(named) <= source.keys()
+
+
 @pytest.mark.parametrize('kind', [np.float16, ml_dtypes.bfloat16])
 def test_weights_keep_the_dtype_of_the_files(make, tmp_path, kind):
   """A2: bit-equal in the source dtype, also one that numpy does not know; config.json says it."""
@@ -190,12 +202,34 @@ def test_many_files_with_an_index(make, tmp_path):
     (lambda d: open(f'{d}/config.json', 'w').write('[]'), 'no JSON object'),
     (lambda d: os.remove(f'{d}/config.json'), 'cannot read'),
     (lambda d: open(f'{d}/model.safetensors.index.json', 'w').write('{}'), 'not an index'),
+    (lambda d: write_index(d, ['model.safetensors']), 'not an index'),
+    (lambda d: write_index(d, {GATE: '../model.safetensors'}), f"{GATE} is in '../model.safetensors', which is not"),
+    (lambda d: write_index(d, {GATE: '/etc/passwd'}), "'/etc/passwd', which is not the name of a file beside it"),
+    (lambda d: write_index(d, {GATE: '..'}), "'..', which is not"),
+    (lambda d: write_index(d, {GATE: 3}), 'is in 3, which is not'),
+    (
+      lambda d: write_index(d, {GATE: 'model-00001-of-00001.safetensors'}),
+      'holds both model.safetensors and model.safetensors.index.json',
+    ),
   ],
 )
 def test_damage_is_one_line_with_the_file(make, spoil, said):
   directory = make('llama')
   spoil(directory)
   assert said in refused(directory)
+
+
+def write_index(directory, weight_map):
+  with open(f'{directory}/model.safetensors.index.json', 'w') as file:
+    json.dump({'weight_map': weight_map}, file)
+
+
+def test_an_index_may_name_the_one_file(make):
+  directory = make('llama')
+  write_index(
+    directory, dict.fromkeys(safetensors.numpy.load_file(f'{directory}/model.safetensors'), 'model.safetensors')
+  )
+  assert hf.load(directory)[0].layers == 2
 
 
 def test_padded_tables_are_cut_on_export(make, tmp_path):
