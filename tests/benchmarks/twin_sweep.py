@@ -4,7 +4,7 @@
 
 Combinations are run one after the other, `rounds` times over, and ranked by the median of processor seconds a step,
 which what others do on the machine changes least; tokens a second stand beside it. The best few run once more, for
-longer (`--finalists`). All 112 take about an hour on W1 and two on W2.
+longer (`--finalists`).
 """
 
 import itertools
