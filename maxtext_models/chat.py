@@ -22,6 +22,7 @@ from jinja2 import nodes
 from jinja2 import sandbox
 
 from maxtext_layers import config
+from maxtext_models import json_file
 from maxtext_models import tokenizer as tokenizers
 
 Message = dict[str, Any]  # {'role': 'user', 'content': 'Hi'} and whatever else the template reads
@@ -52,10 +53,10 @@ def render(
     add_generation_prompt: end with the header of an answer to come. That is a prompt, of which nothing is to be learnt:
       all weights are 0, and templates that rewrite history are welcome.
     train: 'all' assistant messages, or only the 'last'.
-    variables: more names for the template, e.g. `tools` or `enable_thinking`.
+    variables: more names for the template, e.g. `enable_thinking`; `tools` and `documents` are None without.
 
-  Raises config.Error where the template cannot render these messages, where no weights can be right, and where all of
-  them would be 0.
+  Raises config.Error where the template cannot render these messages, where no weights can be right, where all of them
+  would be 0, and where a message holds one of the two noncharacters that mark {% generation %} blocks.
   """
   source = templates(tokenizer).get('default') if template is None else template
   if source is None:
@@ -64,7 +65,12 @@ def render(
     raise config.Error('a chat of no messages')
   if train not in ('all', 'last'):
     raise config.Error(f"train={train!r} is neither 'all' nor 'last'")
-  write = functools.partial(_write, _compiled(source), tokenizer, variables or {})
+  for words, what in ((source, 'the chat template'), *((m, f'message {i}') for i, m in enumerate(messages, 1))):
+    if mark := _mark_in(words):
+      raise config.Error(f'{what} holds U+{ord(mark):04X}, which is no character and marks what is to be learnt')
+  write = functools.partial(
+    _write, _compiled(source), tokenizer, {'tools': None, 'documents': None} | (variables or {})
+  )
   text = write(messages, add_generation_prompt)
   ids = tokenizer.encode(text, bos=False, eos=False)
   weights = [0] * len(ids)
@@ -90,22 +96,15 @@ def templates(tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
   """
   found: dict[str, str] = {}
   directory = tokenizer.name
-  older = os.path.join(directory, 'chat_template.json')
-  entries = [tokenizer.settings.get('chat_template')]
-  if os.path.isdir(directory) and os.path.exists(older):
-    try:
-      with open(older, encoding='utf-8') as file:
-        entries.insert(0, json.load(file).get('chat_template'))
-    except (OSError, ValueError, AttributeError) as error:
-      raise config.Error(f'{older}: cannot be read: {error}') from None
-  for entry in entries:
+  older = json_file.read_if_there(os.path.join(directory, 'chat_template.json'))
+  for entry in (older.get('chat_template'), tokenizer.settings.get('chat_template')):
     named = entry if isinstance(entry, list) else [{'name': 'default', 'template': entry}] if entry else []
     for one in named:
       if not isinstance(one, dict) or not all(isinstance(one.get(k), str) for k in ('name', 'template')):
         raise config.Error(f'{directory}: chat_template is neither a text nor a list of named texts')
       found[one['name']] = one['template']
   path = os.path.join(directory, 'chat_template.jinja')
-  if os.path.isdir(directory) and os.path.exists(path):
+  if os.path.exists(path):
     try:
       with open(path, encoding='utf-8', newline='') as file:
         found['default'] = file.read()
@@ -119,20 +118,20 @@ def _write(compiled, tokenizer, variables, messages, add_generation_prompt, mark
   names = tokenizer.specials | variables
   try:
     text = compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
-  except (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    OverflowError,
-    RecursionError,
-    AttributeError,
-  ) as error:
+  except Exception as error:  # whatever a stranger's template raises is its own fault, memory and recursion included
     last = messages[-1].get('role') if messages else 'none'
     raise config.Error(
       f'the chat template cannot write {len(messages)} messages (last: {last}): {type(error).__name__}: {_line(error)}'
     ) from None
   return text if marked else text.replace(_OPEN, '').replace(_CLOSE, '')
+
+
+def _mark_in(value):
+  """The first mark in the texts of a message, or None."""
+  if isinstance(value, str):
+    return next((mark for mark in (_OPEN, _CLOSE) if mark in value), None)
+  inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+  return next(filter(None, map(_mark_in, inner)), None)
 
 
 def _turn(write, messages, turn, text, tokenizer, ids):
@@ -185,7 +184,12 @@ def _line(error):
 
 
 class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
-  """Templates come with weights from anywhere: no attribute tricks, no files, no endless repetition."""
+  """Templates come with weights from anywhere: no private attributes, no changed arguments, no other files.
+
+  `range`, `*` and `**` have limits, so that a slip does not fill the memory. A template that wants to take time or
+  memory still can (nested loops, `center(10 ** 9)`): what renders strangers' templates for others needs limits on its
+  process.
+  """
 
   intercepted_binops = frozenset(['*', '**'])
 
@@ -234,5 +238,5 @@ def _compiled(source):
   environment.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
   try:
     return environment.from_string(source)
-  except (jinja2.TemplateError, RecursionError) as error:
+  except Exception as error:  # also what Python's own compiler says to deep nesting
     raise config.Error(f'the chat template is no Jinja: {_line(error)}') from None

@@ -280,6 +280,13 @@ def test_a_prompt_of_a_long_chat_may_rewrite_history(tokenizer):
   ("{{ cycler.__init__.__globals__.os }}", 'SecurityError'),
   ("{% for %}", 'no Jinja'),
   ("{{ raise_exception('roles must alternate') }}", 'roles must alternate'),
+  ("{{ 1 // (messages | length - 2) }}", 'ZeroDivisionError'),
+  ("{{ 'a'.center(10 ** 18) }}", 'MemoryError|OverflowError'),
+  ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", 'RecursionError'),
+  ("{{ '{}'.format() }}", 'IndexError'),
+  ("{{ " + '(' * 5000 + '1' + ')' * 5000 + " }}", 'no Jinja'),
+  ("{{ " + '[' * 150 + ']' * 150 + " }}", 'no Jinja|cannot write'),
+  ("\ufdd0{{ messages[0].content }}\ufdd1", 'the chat template holds U.FDD0'),
 ])  # fmt: skip
 def test_templates_are_strangers(template, message, tokenizer):
   with pytest.raises(config.Error, match=message.replace('*', r'\*')) as caught:
@@ -301,6 +308,24 @@ def test_what_templates_expect():
   assert text('{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}') == '01'
   assert text('{{ bos_token }}{{ missing }}') == '<|bos|>'
   assert text("{{ '{0.__class__}'.format(1) }}") == ''
+
+
+def test_tools_and_documents_are_none_unless_given():
+  """As transformers gives them: templates ask `is not none` after `is defined`."""
+  tokenizer = tokenizers.load('byte')
+  source = '{% for x in (tools, documents) %}{{ x is defined }} {{ x is none }} {% endfor %}'
+  text = lambda **given: tokenizer.decode(chat.render(turns('hi'), tokenizer, source, True, variables=given)[0])
+  assert text() == 'True True True True '
+  assert text(tools=[{'name': 'f'}]) == 'True False True True '
+
+
+@pytest.mark.parametrize('mark', ['\ufdd0', '\ufdd1'])
+def test_messages_with_the_marks_of_answers_are_refused(tokenizer, mark):
+  """Else a user's text would say what is to be learnt, in a template with {% generation %} and in one without."""
+  for message in ({'content': f'h{mark}i'}, {'content': [{'text': mark}]}, {'content': 'hi', 'tool': {mark: 1}}):
+    for template in (MARKED, CHATML):
+      with pytest.raises(config.Error, match=f'message 3 holds U.{ord(mark):04X}'):
+        chat.render([*turns('hi', 'yo'), {'role': 'user'} | message], tokenizer, template, True)
 
 
 def test_where_templates_are_found(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 from typing import Protocol
 
 from maxtext_layers import config
+from maxtext_models import json_file
 
 BYTE = 'byte'
 
@@ -384,16 +385,7 @@ def _added(directory, settings):
 
 def _json(directory, file):
   """A parsed JSON object, {} where the file does not exist."""
-  path = os.path.join(directory, file)
-  if not os.path.exists(path):
-    return {}
-  try:
-    value = json.loads(_read(path))
-  except ValueError as error:
-    raise config.Error(f'{path}: not JSON: {_line(error)}') from None
-  if not isinstance(value, dict):
-    raise config.Error(f'{path}: holds no JSON object')
-  return value
+  return json_file.read_if_there(os.path.join(directory, file))
 
 
 def _read(path):

@@ -270,7 +270,7 @@ def test_tokenizers_travel_to_worker_processes(tmp_path, pieces):
     ({'tokenizer': b'\xff\xfe'}, 'tokenizer.json: cannot be read'),
     ({'model': b'not a model'}, 'not a SentencePiece model'),
     ({'model': b''}, 'not a SentencePiece model'),
-    ({'tokenizer': words_json(), 'tokenizer_config': b'{'}, 'tokenizer_config.json: not JSON'),
+    ({'tokenizer': words_json(), 'tokenizer_config': b'{'}, 'tokenizer_config.json is not JSON'),
     ({'tokenizer': words_json(), 'tokenizer_config': b'[]'}, 'holds no JSON object'),
     (
       {'tokenizer': words_json(), 'tokenizer_config': {'eos_token': '<nope>'}},
