@@ -1,13 +1,15 @@
 """The host's memory allocator, chosen before the process has touched any memory.
 
 XLA's buffers on a CPU are tens of megabytes large. The C library maps them anew every step and gives them back, so
-that a step of a 135M-parameter model takes 434,000 page faults and spends a fifth of its time in the kernel. An
-allocator that keeps its memory, in huge pages, takes none. It must be there when the process starts, hence a program
-that wants one starts itself again, once.
+that a step of a 135M-parameter model takes 434,000 page faults, each a way into the kernel and back. An allocator that
+keeps its memory, in huge pages, takes none. It must be there when the process starts, hence a program that wants one
+starts itself again, once.
 
 Measured on 2 cores of an AMD EPYC (training tokens/s of a hand-written step, 20M / 135M parameters): system 1475 / 136,
 huge_pages 1722 / 152, tcmalloc 1720 / 158, jemalloc 1854 / 158. The price is memory that is kept: with jemalloc the
-peak is 2.3 / 4.4 GB, not 1.5 / 3.8.
+peak is 2.3 / 4.4 GB, not 1.5 / 3.8. All of it is the side `twin` of, in a checkout:
+
+    python -m tests.benchmarks.train_ratio --workload=W1|W2 --allocator=NAME --rounds=1
 
 Reading order: `NAMES`, `settle` (what a program calls first), `current` (what the manifest says), `environment`,
 `_accelerator`.
