@@ -65,12 +65,12 @@ def render(
     raise config.Error('a chat of no messages')
   if train not in ('all', 'last'):
     raise config.Error(f"train={train!r} is neither 'all' nor 'last'")
-  for words, what in ((source, 'the chat template'), *((m, f'message {i}') for i, m in enumerate(messages, 1))):
-    if mark := _mark_in(words):
-      raise config.Error(f'{what} holds U+{ord(mark):04X}, which is no character and marks what is to be learnt')
-  write = functools.partial(
-    _write, _compiled(source), tokenizer, {'tools': None, 'documents': None} | (variables or {})
-  )
+  given = {'tools': None, 'documents': None} | (variables or {})
+  texts = {'the chat template': source, 'variables': given} | {f'message {i}': m for i, m in enumerate(messages, 1)}
+  for where, value in texts.items():
+    if mark := _mark_in(value):
+      raise config.Error(f'{where} holds U+{ord(mark):04X}, which is no character and marks what is to be learnt')
+  write = functools.partial(_write, _compiled(source), tokenizer, given)
   text = write(messages, add_generation_prompt)
   ids = tokenizer.encode(text, bos=False, eos=False)
   weights = [0] * len(ids)
@@ -96,6 +96,8 @@ def templates(tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
   """
   found: dict[str, str] = {}
   directory = tokenizer.name
+  if directory == tokenizers.BYTE:  # which is no directory
+    return found
   older = json_file.read_if_there(os.path.join(directory, 'chat_template.json'))
   for entry in (older.get('chat_template'), tokenizer.settings.get('chat_template')):
     named = entry if isinstance(entry, list) else [{'name': 'default', 'template': entry}] if entry else []
