@@ -1,4 +1,4 @@
-"""What happens after a step: record, log, evaluate, save, profile. `pretrain` lists them, in this order.
+"""What happens after a step: record, then the hooks log, evaluate, save, profile, which `pretrain` lists in this order.
 
 A hook is an object with `due`, `__call__` and `close`, see loop.Hook. None knows another; what two of them need is
 handed to both.
@@ -23,18 +23,14 @@ _FLUSH = 5.0  # seconds
 
 
 class Record:
-  """metrics.jsonl and tensorboard/: one line and one event a finished step."""
+  """metrics.jsonl and tensorboard/: one line and one event a finished step. No hook: the loop calls it for each."""
 
   def __init__(self, folder: pathlib.Path):
     self._lines, self._board = metrics.Writer(folder / 'metrics.jsonl'), Board(folder / 'tensorboard')
 
-  def due(self, step: int) -> bool:
-    return False
-
-  def __call__(self, now: loop.Now) -> None:
-    for row in now.rows:
-      self._lines.add(row.values)
-      self._board.add(row.step, row.values, 'train')
+  def __call__(self, row: loop.Row) -> None:
+    self._lines.add(row.values)
+    self._board.add(row.step, row.values, 'train')
 
   def close(self) -> None:
     self._lines.close()
@@ -102,24 +98,32 @@ class Evaluate:
     every: int,
     measure: Callable[[Any], evaluate.Result | None],
     say: Callable[[str], None],
+    done: set[int],
   ):
-    self._every, self._measure, self._say = every, measure, say
+    """`done`: the steps whose lines are there already."""
+    self._every, self._measure, self._say, self._done = every, measure, say, done
     self._lines, self._board = metrics.Writer(folder / 'eval.jsonl'), Board(folder / 'tensorboard', 'eval')
-    self._newest: int | None = None
 
   def due(self, step: int) -> bool:
     return step % self._every == 0
 
   def __call__(self, now: loop.Now) -> None:
-    if now.stopping or self._newest == now.step or not (now.last or self.due(now.step)):
+    if not now.stopping and (now.last or self.due(now.step)):
+      self._evaluate(now.step, now.state.params)
+
+  def catch_up(self, step: int, params: Any) -> None:
+    """Before the first step of a resumed run: the evaluation that its checkpoint still owes."""
+    if step and self.due(step):
+      self._evaluate(step, params)
+
+  def _evaluate(self, step: int, params: Any) -> None:
+    if step in self._done or (result := self._measure(params)) is None:
       return
-    if (result := self._measure(now.state.params)) is None:
-      return
-    self._newest = now.step
-    self._lines.add({'step': now.step, 'eval_loss': result.loss, 'eval_tokens': result.tokens})
-    self._board.add(now.step, {'loss': result.loss, 'tokens': result.tokens}, 'eval')
+    self._done.add(step)
+    self._lines.add({'step': step, 'eval_loss': result.loss, 'eval_tokens': result.tokens})
+    self._board.add(step, {'loss': result.loss, 'tokens': result.tokens}, 'eval')
     loss = 'no held-out token' if result.loss is None else f'{result.loss:.4f} nats a token'
-    self._say(f'step {now.step}  held-out loss {loss} over {result.tokens:,.0f} tokens')
+    self._say(f'step {step}  held-out loss {loss} over {result.tokens:,.0f} tokens')
 
   def close(self) -> None:
     self._lines.close()
@@ -127,21 +131,16 @@ class Evaluate:
 
 
 class Save:
-  """Checkpoints, every `every` steps, at the end, and when the run must stop; then the report."""
+  """Checkpoints, every `every` steps, at the end, and when the run must stop."""
 
-  def __init__(
-    self, every: int, saves_on_stop: bool, save: Callable[[loop.Now, bool], None], check: Callable[[], None]
-  ):
-    self._every, self._saves_on_stop, self._save, self._check = every, saves_on_stop, save, check
-    self._newest: int | None = None
+  def __init__(self, every: int, save: Callable[[loop.Now, bool], None], check: Callable[[], None]):
+    self._every, self._save, self._check = every, save, check
 
   def due(self, step: int) -> bool:
     return bool(self._every) and step % self._every == 0
 
   def __call__(self, now: loop.Now) -> None:
     self._check()  # of the save before, in the background
-    if now.stopping and not self._saves_on_stop:
-      return
     ends = now.last or now.stopping
     if ends or self.due(now.step):
       self._save(now, ends)

@@ -48,7 +48,7 @@ def test_evaluation_is_due_at_its_steps_and_once_at_the_end(tmp_path):
   """eval.jsonl: step, eval_loss, eval_tokens; none when the run must stop, none twice."""
   said, asked = [], []
   measure = lambda params: asked.append(params) or evaluate.Result(1.5, 60.0)
-  hook = hooks.Evaluate(tmp_path, 2, measure, said.append)
+  hook = hooks.Evaluate(tmp_path, 2, measure, said.append, set())
   for step in range(1, 5):
     assert hook.due(step) == (step % 2 == 0)
     hook(now(step))
@@ -62,22 +62,34 @@ def test_evaluation_is_due_at_its_steps_and_once_at_the_end(tmp_path):
 
 
 def test_an_evaluation_that_is_given_up_leaves_no_line(tmp_path):
-  hook = hooks.Evaluate(tmp_path, 2, lambda _: None, print)
+  hook = hooks.Evaluate(tmp_path, 2, lambda _: None, print, set())
   hook(now(2))
   hook.close()
   assert (tmp_path / 'eval.jsonl').read_text() == ''
 
 
-@pytest.mark.parametrize(
-  ('saves', 'expected'), [(True, [(2, False), (4, False), (5, True)]), (False, [(2, False), (4, False)])]
-)
-def test_a_save_at_its_steps_and_before_leaving(saves, expected):
+def test_a_resumed_run_evaluates_what_its_checkpoint_owes(tmp_path):
+  """An evaluation that was given up, or cut, is made up for from the checkpoint; one that is there is not repeated."""
+  asked = []
+  measure = lambda params: asked.append(params) or evaluate.Result(1.5, 60.0)
+  for start, done, expected in ((0, set(), 0), (3, {2}, 0), (4, {2}, 1), (4, {2, 4}, 0)):
+    asked.clear()
+    hook = hooks.Evaluate(tmp_path, 2, measure, lambda _: None, set(done))
+    hook.catch_up(start, 'params')
+    assert len(asked) == expected, start
+    if start == 4:
+      hook(now(4, last=True))
+      assert len(asked) == expected
+    hook.close()
+
+
+def test_a_save_at_its_steps_and_before_leaving():
   saved, checked = [], []
-  hook = hooks.Save(2, saves, lambda now, wait: saved.append((now.step, wait)), lambda: checked.append(1))
+  hook = hooks.Save(2, lambda now, wait: saved.append((now.step, wait)), lambda: checked.append(1))
   for step in range(1, 6):
     hook(now(step))
   hook(now(5, stopping=True))
-  assert saved == expected and len(checked) == 6
+  assert saved == [(2, False), (4, False), (5, True)] and len(checked) == 6
 
 
 def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):

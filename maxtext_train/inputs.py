@@ -15,12 +15,18 @@ from maxtext_train.data import pipeline
 
 
 def card(settings, newest=None):
-  """The model's card: the config's, or that of the checkpoint to go on from, or of the weights to start from."""
+  """The model's card: the config's, or that of the checkpoint to go on from, or of the weights to start from.
+
+  Raises:
+    config.Error: there is none, or the weights to start from are of another model than the config's.
+  """
+  found = models.read_card(newest or settings.init_from) if newest or settings.init_from else None
   if settings.model is not None:
+    if settings.init_from and (text := _other_model(found, settings.model)):
+      raise config.Error(f'config.init_from={settings.init_from} holds another model: {text}')
     return settings.model
-  if newest is None and settings.init_from is None:
+  if found is None:
     raise config.Error('config.model is none and config.init_from is none: there is nothing to train')
-  found = models.read_card(newest or settings.init_from)
   if settings.length > found.context:
     raise config.Error(f'config.length={settings.length} exceeds the context of the model, {found.context}')
   return found
@@ -38,6 +44,26 @@ def tokenizer(settings, card):
   return found
 
 
+def prompt(settings, card, tokenizer):
+  """The ids of `config.sample`, or None without one.
+
+  Raises:
+    config.Error: the model cannot continue it.
+  """
+  if settings.sample is None:
+    return None
+  if tokenizer is None:
+    raise config.Error(
+      f'config.sample={settings.sample!r}, but data.source={settings.data.source} has no text; '
+      'leave it out with --config.sample=none'
+    )
+  ids = tokenizer.encode(settings.sample, bos=settings.data.bos and tokenizer.bos_id is not None, eos=False)
+  if not 0 < len(ids) < card.context:
+    shown = settings.sample if len(settings.sample) < 40 else f'{settings.sample[:40]}...'
+    raise config.Error(f'config.sample={shown!r} has {len(ids)} tokens, and the context of the model is {card.context}')
+  return ids
+
+
 def loader(settings, card, tokenizer, state=None, split='train'):
   """The data of the run."""
   if jax.process_count() > 1:  # data, feed and sharding know of processes; the run directory has one writer so far
@@ -50,9 +76,6 @@ def loader(settings, card, tokenizer, state=None, split='train'):
 
 def weights(settings, parts):
   """The parameters in `init_from`, placed where the state lives."""
-  theirs = models.read_card(settings.init_from)
-  if text := _other_model(theirs, parts.card):
-    raise config.Error(f'config.init_from={settings.init_from} holds another model: {text}')
   _, model = models.load(
     settings.init_from, dtype='float32', scan=parts.scan, shardings=lambda _: parts.plan.shardings.params
   )

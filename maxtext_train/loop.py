@@ -10,6 +10,7 @@ Reading order: `run`, `Row` (a finished step), `Now` (what a hook sees), `_Reade
 import collections
 import dataclasses
 import math
+import threading
 import time
 from typing import Any
 from typing import Protocol
@@ -72,8 +73,10 @@ class Hook(Protocol):
     ...
 
 
-def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, describe, dump, offer):
+def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, describe, record, dump, offer):
   """Trains from update `start` to update `steps`. -> (state, updates done).
+
+  Where the loop ends, the hooks are called once more: also if there was no step left to do.
 
   Args:
     step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
@@ -83,14 +86,16 @@ def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, descri
     data: the `Data` at `start`.
     tokens: trained on before.
     describe: `(step, metrics on the host, seconds, tokens of the step, tokens so far, Data) -> dict` for a Row.
+    record: `(Row)`: writes it down; in the order of steps, by whichever thread finishes it.
     dump: `(step, batch, metrics) -> path`: keeps what is needed to look into a step whose loss is not finite.
-    offer: `(step, state, metrics, Data, tokens)`: tells `stop` how to save this state.
+    offer: `(step, state, flush, Data, tokens)`: tells `stop` how to save this state, after `flush()`, which waits for
+      the step and records it, or raises what is wrong with it.
 
   Raises:
     stop.Stopped: SIGTERM came; the hooks had their turn.
     config.Failure: a loss is not finite.
   """
-  reader, done = _Reader(describe, dump), start
+  reader, done = _Reader(describe, record, dump), start
   while done < steps and not stop.requested:
     asked = time.monotonic()
     if (item := next(batches, None)) is None:
@@ -99,8 +104,8 @@ def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, descri
     stop.take()
     state, metrics = step(state, batch)
     done, tokens = done + 1, tokens + count
-    offer(done, state, metrics, data, tokens)
     reader.push(done, metrics, batch, count, tokens, data, asked)
+    offer(done, state, lambda: reader.take(keep=0), data, tokens)
     rows = reader.take(keep=0 if any(hook.due(done) for hook in hooks) else 1)
     for hook in hooks:
       hook(Now(done, state, rows, data, tokens, last=False, stopping=False))
@@ -109,37 +114,44 @@ def run(step, state, batches, hooks, stop, *, start, steps, data, tokens, descri
   rows = reader.take(keep=0)
   for hook in hooks:
     hook(Now(done, state, rows, data, tokens, last=not stopping, stopping=stopping))
-  if stopping:
+  if stop.requested:  # be it during the evaluation at the end: that is still to be done
     raise stops.Stopped
   return state, done
 
 
 class _Reader:
-  """Metrics on their way to the host, oldest first."""
+  """Metrics on their way to the host, oldest first. The watcher of SIGTERM may take the last ones."""
 
-  def __init__(self, describe, dump):
+  def __init__(self, describe, record, dump):
     self.waiting = collections.deque()
-    self._describe, self._dump = describe, dump
+    self._describe, self._record, self._dump = describe, record, dump
+    self._lock = threading.Lock()
     self._finished = 0.0  # when the newest finished step ended
 
   def push(self, step, metrics, batch, count, tokens, data, asked):
     self.waiting.append((step, metrics, batch, count, tokens, data, asked))
 
   def take(self, keep):
-    """Waits for all but the newest `keep` steps. -> their Rows."""
+    """Waits for all but the newest `keep` steps, and records them. -> their Rows."""
     rows = []
-    while len(self.waiting) > keep:
-      step, metrics, batch, count, tokens, data, asked = self.waiting.popleft()
-      metrics = {name: _number(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
-      # in a full pipeline a step begins when its predecessor ends, else when its batch was asked for
-      begun, self._finished = max(self._finished, asked), time.monotonic()
-      if not sound(metrics):
-        where = self._dump(step, batch, metrics)
-        raise config.Failure(
-          f'step {step}: loss is {metrics["loss"]}, gradient norm is {metrics["grad_norm"]}; the batch is in {where}'
-        )
-      rows.append(Row(step, self._describe(step, metrics, self._finished - begun, count, tokens, data)))
+    with self._lock:
+      while len(self.waiting) > keep:
+        rows.append(self._finish(*self.waiting[0]))
+        self.waiting.popleft()  # now, so that a step that is not sound stays one for whoever asks again
     return rows
+
+  def _finish(self, step, metrics, batch, count, tokens, data, asked):
+    metrics = {name: _number(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
+    # in a full pipeline a step begins when its predecessor ends, else when its batch was asked for
+    begun, self._finished = max(self._finished, asked), time.monotonic()
+    if not sound(metrics):
+      where = self._dump(step, batch, metrics)
+      raise config.Failure(
+        f'step {step}: loss is {metrics["loss"]}, gradient norm is {metrics["grad_norm"]}; the batch is in {where}'
+      )
+    row = Row(step, self._describe(step, metrics, self._finished - begun, count, tokens, data))
+    self._record(row)
+    return row
 
 
 def sound(metrics: dict[str, Any]) -> bool:

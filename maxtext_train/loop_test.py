@@ -37,12 +37,14 @@ def run(hooks, steps=4, start=0, stop=None, batches=100, loss=lambda step: 1.0, 
       time.sleep(wait)
       yield {'b': i}, 8, loop.Data(None, i)
 
-  offered = []
+  offered, recorded = [], []
   out = loop.run(
     step, start, feed(), hooks, stop or stops.Stop(), start=start, steps=steps, data=None, tokens=8 * start,
     describe=lambda step, metrics, seconds, count, tokens, data: {'s': seconds, 'tokens': tokens, 'count': count},
-    dump=lambda step, batch, metrics: f'{step}:{batch["b"]}', offer=lambda step, *_: offered.append(step),
+    record=lambda row: recorded.append(row.step), dump=lambda step, batch, metrics: f'{step}:{batch["b"]}',
+    offer=lambda step, *_: offered.append(step),
   )  # fmt: skip
+  assert recorded == list(range(start + 1, out[1] + 1))
   return out, offered
 
 
@@ -109,6 +111,46 @@ def test_a_request_to_stop_is_answered_at_the_next_boundary():
   assert hook.seen[-2:] == [(2, [1], False, False), (2, [2], False, True)]
 
 
+def test_a_step_is_recorded_once_whoever_finishes_it():
+  """E12: the watcher, which saves while the main thread waits for data, records the step that it saves; and one that is
+  not sound is refused as often as it is asked for."""
+  recorded = []
+
+  def run(loss, then):
+    def step(state, batch):
+      return state + 1, {'loss': loss(state + 1), 'grad_norm': 1.0, 'weight': 1.0}
+
+    def offer(step, state, flush, data, tokens):
+      if step == 2:
+        then(flush)
+
+    return loop.run(
+      step, 0, iter([({}, 1, None)] * 3), [], stops.Stop(), start=0, steps=3, data=None, tokens=0,
+      describe=lambda *_: {}, record=lambda row: recorded.append(row.step), dump=lambda *_: 'here', offer=offer,
+    )  # fmt: skip
+
+  run(lambda step: 1.0, lambda flush: flush() and flush())
+  assert recorded == [1, 2, 3]
+
+  def refused(flush):
+    for _ in range(2):
+      with pytest.raises(config.Failure, match='step 2: loss is nan'):
+        flush()
+
+  with pytest.raises(config.Failure, match='step 2: loss is nan'):
+    run(lambda step: float('nan') if step == 2 else 1.0, refused)
+  assert recorded == [1, 2, 3, 1]
+
+
+def test_a_request_during_the_last_evaluation_is_no_end():
+  """E12: whoever resumes has it still to do."""
+  stop = stops.Stop()
+  hook = Hook(action=lambda now: now.last and stop._requested.set())
+  with pytest.raises(stops.Stopped):
+    run([hook], stop=stop)
+  assert hook.seen[-1] == (4, [4], True, False)
+
+
 def test_a_request_before_the_first_step():
   stop, hook = stops.Stop(), Hook()
   stop._requested.set()
@@ -135,6 +177,6 @@ def test_the_host_runs_ahead_of_the_device():
 
   loop.run(
     step, 0, iter([({}, 1, None)] * 3), [Hook()], stops.Stop(), start=0, steps=3, data=None, tokens=0,
-    describe=lambda *_: {}, dump=None, offer=lambda *_: None,
+    describe=lambda *_: {}, record=lambda _: None, dump=None, offer=lambda *_: None,
   )  # fmt: skip
   assert order == ['dispatch 1', 'dispatch 2', 'read 1', 'dispatch 3', 'read 2', 'read 3']

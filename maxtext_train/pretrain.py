@@ -19,31 +19,36 @@ from absl import flags
 from maxtext_models import program
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run directory. None: runs/ and the name of the run.')
-_EXPLAIN = flags.DEFINE_bool('explain', False, 'Print the resolved config and plan, compile the step, and stop.')
+_EXPLAIN = flags.DEFINE_bool(
+  'explain', False, 'Print the resolved config and plan of the run as it would go on, and stop.'
+)
 
 
 def main(settings):
   """The program; `settings` are a run.Pretrain."""
   folder = _WORKDIR.value or f'runs/{settings.name}'
   if _EXPLAIN.value:
-    return explain(settings)
+    return explain(settings, folder)
   return train(settings, folder)
 
 
-def explain(settings):
-  """Prints the whole config and what follows from it."""
+def explain(settings, folder):
+  """Prints the whole config, what follows from it, and where the run in `folder` would go on. Changes nothing there."""
   # Imported here, as below: before main() runs, the allocator may start the process again.
   from maxtext_layers import config
   from maxtext_train import assembly
   from maxtext_train import explain as explained
-  from maxtext_train import inputs
+  from maxtext_train import session
 
-  _cache(settings.cache)
-  card = inputs.card(settings)
-  parts = assembly.build(settings, card)
-  loader = inputs.loader(settings, card, inputs.tokenizer(settings, card))
-  plan = explained.plan(settings, parts, loader.describe(), parts.compile())
-  print(config.dump(settings) + '\n' + explained.text(plan))
+  with session.look(settings, folder) as run:
+    parts = assembly.build(settings, run.card)
+    run.read_data()
+    _cache(settings.cache)
+    print(config.dump(settings) + '\n' + explained.text(run.plan(parts, parts.compile())))
+    with parts.in_mesh():
+      run.found(parts)
+    if run.complete:
+      run.say_complete()
 
 
 def train(settings, folder):
@@ -69,24 +74,25 @@ def train(settings, folder):
       with parts.in_mesh():
         print(f'compilation cache: {_cache(settings.cache) or "off"}')
         state = run.begin(parts)
-        run.offer(stop, run.start, state, None, data, run.tokens)
+        run.offer(stop, run.start, state, lambda: None, data, run.tokens)
         run.compile(parts)
         log = hooks.Log(settings.log_every, settings.steps)
+        record = hooks.Record(run.folder)
         listed = [
-          hooks.Record(run.folder),
           log,
-          *run.evaluation(parts, stop, log.say),
-          hooks.Save(settings.checkpoint.every, stop.saves, run.save, run.checkpoints.check),
+          *run.evaluation(parts, state, stop, log.say),
+          hooks.Save(settings.checkpoint.every, run.save, run.checkpoints.check),
           *run.profile(log.say),
           *place.hooks(settings),
         ]
         try:
           state, done = loop.run(
             parts.step, state, run.batches(parts), listed, stop, start=run.start, steps=settings.steps, data=data,
-            tokens=run.tokens, describe=run.describe, dump=run.dump, offer=functools.partial(run.offer, stop),
+            tokens=run.tokens, describe=run.describe, record=record, dump=run.dump,
+            offer=functools.partial(run.offer, stop),
           )  # fmt: skip
         finally:
-          for hook in listed:
+          for hook in (record, *listed):
             hook.close()
         run.finish(state, done)
     return 0
@@ -95,7 +101,7 @@ def train(settings, folder):
       raise
     raise config.Failure(f'{error.filename or folder}: {error.strerror}') from error
   except stops.Stopped:
-    print('SIGTERM: ' + run.stopped(stop.saves), file=sys.stderr)
+    print('SIGTERM: ' + run.stopped(), file=sys.stderr)
     return stops.CODE
   finally:
     place.stop()

@@ -65,8 +65,9 @@ def write(folder: pathlib.Path, facts: dict[str, Any]) -> pathlib.Path:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The lines of a JSON-lines file; [] if there is none."""
-  return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.exists() else []
+  """The lines of a JSON-lines file, half a line at its end (of a process that was killed) left out; [] without one."""
+  text = path.read_text(encoding='utf-8') if path.exists() else ''
+  return [json.loads(line) for line in text[: text.rfind('\n') + 1].splitlines()]
 
 
 def _figure(name, title, unit, rows, evals):

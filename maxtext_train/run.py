@@ -107,6 +107,8 @@ class Pretrain:
       raise config.Error(f'batch={self.batch} is not divisible by accumulate={self.accumulate}')
     if not 0.0 <= self.dropout < 1.0:
       raise config.Error(f'dropout={self.dropout} lies outside 0 … 1')
+    if self.sample == '':
+      raise config.Error('sample is empty; none asks for no sample')
     if self.model is not None and self.length > self.model.context:
       raise config.Error(f'length={self.length} exceeds model.context={self.model.context}')
     stack.remat_policy(self.remat)

@@ -21,6 +21,7 @@ def test_a_config_that_is_fine():
     ({'batch': 6, 'accumulate': 4}, 'config: batch=6 is not divisible by accumulate=4'),
     ({'accumulate': 0}, 'config: accumulate=0 is not positive'),
     ({'length': 33}, r'config: length=33 exceeds model\.context=32'),
+    ({'sample': ''}, 'config: sample is empty; none asks for no sample'),
     ({'dropout': 1.0}, r'config: dropout=1\.0 lies outside 0'),
     ({'remat': 'ful'}, "remat 'ful'.*did you mean 'full'"),
     ({'mesh': sharding.Config(preset='tensr')}, r"config\.mesh: preset='tensr' is none of .*did you mean 'tensor'"),

@@ -8,7 +8,7 @@
     RUN/checkpoints/N/   model.json weights/ optimizer/ train.json data.json config.txt, see checkpoint.py
     RUN/diagnostics/     what is left of a step whose loss was not finite
 
-Reading order: `open_run`, then the methods of `Run` in the order in which `pretrain.train` calls them.
+Reading order: `open_run` and `look`, then the methods of `Run` in the order in which `pretrain.train` calls them.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import os
 import pathlib
 import shlex
 import sys
+import threading
 import time
 
 from flax import nnx
@@ -36,6 +37,7 @@ from maxtext_train import loop
 from maxtext_train import metrics as record
 from maxtext_train import report
 from maxtext_train import state as states
+from maxtext_train.data import config as data_config
 from maxtext_train.data import feed
 
 _LOCK = 'lock'
@@ -57,10 +59,23 @@ def open_run(settings, folder):
     except BaseException:
       with contextlib.suppress(Exception):  # what ended the run is the news
         run.checkpoints.wait()
+        run.report()
       raise
     finally:
       run.close()
     run.checkpoints.wait()
+
+
+@contextlib.contextmanager
+def look(settings, folder):
+  """The same run, only to be read: nothing is made in `folder`, and another process may train there."""
+  folder = pathlib.Path(folder)
+  _refuse_foreign(folder)
+  run = Run(settings, folder)
+  try:
+    yield run
+  finally:
+    run.close()
 
 
 class Run:
@@ -90,13 +105,15 @@ class Run:
     if self.told and self.told['rng'] != self._rng():
       raise config.Error(f'config.seed={settings.seed}, but {folder} was started with seed {self.told["rng"]["seed"]}')
     self.card = inputs.card(settings, self.checkpoints.path(newest) if newest is not None else None)
-    self._loader, self._held, self._tokenizer, self._parts, self._plan = None, None, None, None, None
+    self._loader, self._held, self._tokenizer, self._prompt, self._parts, self._plan, self._writing = (None,) * 7
     self._began = time.monotonic()
 
   @property
   def complete(self):
-    """Whether no step is left to do."""
-    return self.told is not None and (self.start >= self.settings.steps or self.told['data_ended'])
+    """Whether no step is left to do, nor the evaluation at the end."""
+    if self.told is None or (self.start < self.settings.steps and not self._data_ended()):
+      return False
+    return not self.settings.evaluate.every or self.start in self._evaluated()
 
   def say_complete(self):
     """What to do with a run that is done."""
@@ -106,30 +123,30 @@ class Run:
 
   def read_data(self):
     """Opens the data where the run stands. -> loop.Data."""
-    self._tokenizer = inputs.tokenizer(self.settings, self.card)
-    if self.settings.sample is not None and self._tokenizer is None:
-      raise config.Error(
-        f'config.sample={self.settings.sample!r}, but data.source={self.settings.data.source} has no text; '
-        'leave it out with --config.sample=none'
-      )
-    state = json.loads((self.checkpoints.path(self.resumed) / 'data.json').read_text()) if self.told else None
-    self._loader = inputs.loader(self.settings, self.card, self._tokenizer, state)
+    self._open()
     if self.settings.evaluate.every:
       self._held = inputs.loader(self.settings, self.card, self._tokenizer, split='heldout')
+    self._prompt = inputs.prompt(self.settings, self.card, self._tokenizer)
     return loop.Data(self._loader, self._loader.position())
 
-  def begin(self, parts):
-    """The state to go on from: of the newest checkpoint, of `init_from`, or new. Prepares the run directory."""
-    self._parts = parts
+  def found(self, parts):
+    """The state that is there already: of the newest checkpoint, or from `init_from`. None for a new one."""
     if self.told:
       state = self._restore(parts)
       print(resume_line(self.told))
       if changes := _changes((self.checkpoints.path(self.resumed) / 'config.txt').read_text(), self.settings):
         print(f'changed since step {self.start}: {", ".join(changes)}')
-    elif self.settings.init_from is not None:
+      return state
+    if self.settings.init_from is not None:
       state = states.create(parts.plan, inputs.weights(self.settings, parts))
       print(f'weights: {self.settings.init_from}')
-    else:
+      return state
+    return None
+
+  def begin(self, parts):
+    """The state to go on from. Prepares the run directory."""
+    self._parts = parts
+    if (state := self.found(parts)) is None:
       state = states.create(parts.plan)
     self.folder.mkdir(parents=True, exist_ok=True)
     self.checkpoints.tidy()
@@ -148,7 +165,7 @@ class Run:
     compiled = parts.compile()
     seconds = time.monotonic() - since
     hit = any(event.endswith('/cache_hits') for event in seen)
-    self._plan = explain.plan(self.settings, parts, self._loader.describe(), compiled)
+    self._plan = self.plan(parts, compiled)
     _write(self.folder / 'manifest.json', explain.manifest(self.settings, self._plan, resumed=self.resumed))
     shown = self._plan['model']
     print(
@@ -157,14 +174,18 @@ class Run:
       + (' (from the cache)' if hit else '')
     )
 
+  def plan(self, parts, compiled):
+    """What is decided, see explain.plan."""
+    return explain.plan(self.settings, parts, self._loader.describe(), compiled)
+
   def batches(self, parts):
     """(global batch, real tokens in it, Data behind it)."""
     with feed.Feed(self._loader, parts.place) as fed:
       for batch in fed:
         yield batch, fed.tokens, loop.Data(self._loader, fed.position())
 
-  def evaluation(self, parts, stop, say):
-    """The evaluation hook, if there is evaluation."""
+  def evaluation(self, parts, state, stop, say):
+    """The evaluation hook, if there is evaluation; what the checkpoint still owes is done at once."""
     if self._held is None:
       return []
     held = self._held
@@ -173,7 +194,9 @@ class Run:
     def measure(params):
       return evaluate.evaluate(parts.evaluate, params, (parts.place(batch) for batch in held), go_on)
 
-    return [hooks.Evaluate(self.folder, self.settings.evaluate.every, measure, say)]
+    hook = hooks.Evaluate(self.folder, self.settings.evaluate.every, measure, say, self._evaluated())
+    hook.catch_up(self.start, state.params)
+    return [hook]
 
   def profile(self, say):
     """The profiler hook, if there is to be a profile."""
@@ -201,24 +224,25 @@ class Run:
     _write(folder / 'metrics.json', json.dumps({name: repr(value) for name, value in metrics.items()}, indent=1))
     return folder
 
-  def offer(self, stop, step, state, metrics, data, tokens):
+  def offer(self, stop, step, state, flush, data, tokens):
     """Tells the watcher of SIGTERM how to save this state, should the main thread be busy."""
 
     def save():
-      if metrics is not None and not loop.sound({k: float(v) for k, v in jax.device_get(metrics).items()}):
-        raise config.Failure('its loss is not finite')
-      self._store(step, state, data, tokens, ended=False, wait=True)
+      flush()
+      self._store(step, state, data, tokens, wait=True)
 
-    stop.offer(f'step {step}', save)
+    stop.offer(f'step {step}', save, lambda: step in self.checkpoints.steps())
 
   def save(self, now, wait):
-    """The checkpoint of a finished step, then the report."""
-    ended = now.last and now.step < self.settings.steps
-    self._store(now.step, now.state, now.data, now.tokens, ended=ended, wait=wait)
-    self.report()
+    """The checkpoint of a finished step; in the background, the report so far."""
+    self._store(now.step, now.state, now.data, now.tokens, wait=wait)
+    if not wait and not (self._writing and self._writing.is_alive()):
+      self._writing = threading.Thread(target=self._report_so_far, name='report', daemon=True)
+      self._writing.start()
 
   def finish(self, state, done):
     """Says what came of it."""
+    self.report()
     rows, evals = report.read(self.folder / 'metrics.jsonl'), report.read(self.folder / 'eval.jsonl')
     if done < self.settings.steps:
       print(f'the data ended after step {done} (data.at_end=stop)')
@@ -232,27 +256,49 @@ class Run:
     print(f'{self.folder}: ' + ', '.join(parts) + f', {hooks.duration(time.monotonic() - self._began)}')
     self._say_commands()
 
-  def stopped(self, saves):
+  def stopped(self):
     """What SIGTERM left."""
-    newest = self.checkpoints.newest()
-    where = f'{self.checkpoints.path(newest)} is saved' if saves else 'left without saving'
-    return f'{where}; resume with {self._command()}'
+    return f'{self.checkpoints.path(self.checkpoints.newest())} is saved; resume with {self._command()}'
 
   def report(self):
-    """Writes report.html."""
+    """Writes report.html, if a step can have been trained."""
+    if self._plan is None:
+      return
+    if self._writing and self._writing is not threading.current_thread():
+      self._writing.join()
     rows = report.read(self.folder / 'metrics.jsonl')
     facts = {'Run': self.settings.name, 'Model': self._plan['model']['name'] or self._plan['model']['family']}
     facts['Parameters'] = f'{self._plan["model"]["parameters"]:,}'
     if rows:
       facts |= {'Steps': f'{rows[-1]["step"]} of {self.settings.steps}', 'Tokens': f'{rows[-1]["tokens_seen"]:,}'}
-    return report.write(self.folder, facts)
+    report.write(self.folder, facts)
 
   def close(self):
     """Ends data workers and writers."""
     if self._loader is not None:
       self._loader.close()
 
-  def _store(self, step, state, data, tokens, *, ended, wait):
+  def _report_so_far(self):
+    with contextlib.suppress(OSError):  # the report at the end says it
+      self.report()
+
+  def _open(self):
+    """The loader, where the run stands."""
+    if self._loader is None:
+      self._tokenizer = inputs.tokenizer(self.settings, self.card)
+      state = json.loads((self.checkpoints.path(self.resumed) / 'data.json').read_text()) if self.told else None
+      self._loader = inputs.loader(self.settings, self.card, self._tokenizer, state)
+    return self._loader
+
+  def _data_ended(self):
+    """Whether the data has no batch left, where the run stands; what does not stop is not even opened."""
+    return self.settings.data.at_end == data_config.AtEnd.STOP and self._open().ended()
+
+  def _evaluated(self):
+    """The steps in eval.jsonl."""
+    return {row['step'] for row in report.read(self.folder / 'eval.jsonl')}
+
+  def _store(self, step, state, data, tokens, *, wait):
     found = data.report()
     notes = {
       'step': step,
@@ -262,7 +308,6 @@ class Run:
       'next_record': found['next_record'],
       'learning_rate': float(self._parts.schedule(max(step - 1, 0))),
       'rng': self._rng(),
-      'data_ended': ended,
     }
     files = {
       'train.json': json.dumps(notes, indent=1),
@@ -291,13 +336,12 @@ class Run:
     """What the model says after the prompt."""
     from maxtext_models import sampler
 
-    prompt, known = self.settings.sample, self._tokenizer
+    known, ids = self._tokenizer, self._prompt
     model = nnx.merge(self._parts.plan.graph, state.params)
     source = sampler.Jax(model, context=self.card.context, end_ids=known.eos_ids)
-    ids = known.encode(prompt, bos=self.settings.data.bos and known.bos_id is not None, eos=False)
     asked = sampler.Settings(max_new_tokens=min(256, self.card.context - len(ids)), temperature=0.7)
     said = known.decode(source.sample([ids], asked)[0].ids, skip_special=True)
-    print(f'--- sample after {prompt!r} ---\n{prompt}{said}\n---')
+    print(f'--- sample after {self.settings.sample!r} ---\n{self.settings.sample}{said}\n---')
 
   def _say_commands(self):
     print(f'  continue: {self._command()} --config.steps={2 * self.settings.steps}')

@@ -4,7 +4,8 @@ A Python signal handler runs only between two bytecodes of the main thread, so a
 signal for a minute. Here the C-level handler writes to a pipe and a thread of our own reads it. At the next step
 boundary the loop saves and leaves; if no boundary comes within `grace` seconds (a compilation, an evaluation that
 compiles, data that does not arrive), the thread itself saves the state last offered to it and ends the process. A state
-that was donated to a running step is never offered: for that step one has to wait.
+that was donated to a running step is never offered: for that step one has to wait. After `limit` seconds the process
+ends in any case. Where nothing is to be saved, the thread ends the process at once.
 
 Reading order: `Stop.watching` (installs it), `Stop.offer` and `Stop.take` (what the loop says), `Stop._answer`.
 """
@@ -17,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 
 CODE = 143  # 128 + SIGTERM
 
@@ -36,40 +36,31 @@ class Stopped(Exception):
 class Stop:
   """Watches for SIGTERM.
 
-  `mode`: save the last finished step, or leave without. `grace`: seconds that the main thread gets to reach a step
-  boundary by itself. `limit`: seconds after which the process ends in any case.
+  `mode`: save the last finished step, or leave at once without. `grace`: seconds that the main thread gets to reach a
+  step boundary by itself. `limit`: seconds after which the process ends, saved or not.
   """
 
   def __init__(self, mode=OnSigterm.save, *, grace=8.0, limit=26.0):
-    self._mode, self._limit = mode, limit
-    self._grace = grace if mode == OnSigterm.save else 1.0
+    self._mode, self._grace, self._limit = mode, grace, limit
     self._requested, self._taken = threading.Event(), threading.Event()
-    self._lock, self._save, self._label = threading.Lock(), None, 'nothing'
+    self._lock, self._save, self._label, self._listed = threading.Lock(), None, 'nothing', lambda: False
+    self._saving = False
 
   @property
   def requested(self):
-    """Whether SIGTERM came."""
+    """Whether SIGTERM came, and what is to be saved is to be saved now."""
     return self._requested.is_set()
-
-  @property
-  def saves(self):
-    """Whether a request to stop saves."""
-    return self._mode == OnSigterm.save
-
-  def raise_if_requested(self):
-    """Leaves from within something long that may be abandoned, such as an evaluation."""
-    if self.requested:
-      raise Stopped
 
   def acknowledge(self):
     """The main thread has seen the request and does what is to be done; the watcher keeps to the time limit only."""
     with self._lock:
+      self._saving = True
       self._taken.set()
 
-  def offer(self, label, save):
-    """The state of `label` ('step 7') is whole: `save()` stores it and waits until it is stored."""
+  def offer(self, label, save, listed):
+    """The state of `label` ('step 7') is whole: `save()` stores it and waits; `listed()` says whether it is stored."""
     with self._lock:
-      self._label, self._save = label, save
+      self._label, self._save, self._listed = label, save, listed
 
   def take(self):
     """The state is about to be donated. Waits here, for good, while the watcher saves it."""
@@ -98,23 +89,37 @@ class Stop:
   def _watch(self, reader):
     while received := reader.recv(64):
       if signal.SIGTERM in received:
+        if self._mode == OnSigterm.exit:  # a save under way is none: checkpoints are listed when they are whole
+          leave('SIGTERM: left without saving')
+        late = threading.Timer(self._limit, self._late)
+        late.daemon = True
+        late.start()
         self._requested.set()
-        self._answer(time.monotonic())
+        self._answer()
         return
 
-  def _answer(self, since):
-    if not self._taken.wait(self._grace):
-      with self._lock:
-        if not self._taken.is_set() and self._save is not None and self.saves:
-          try:
-            self._save()
-            leave(f'SIGTERM: {self._label} is saved')
-          except BaseException as error:  # whatever it was, the process must end and say so
-            leave(f'SIGTERM: {self._label} could not be saved: {" ".join(str(error).split())}')
-        if not self.saves:
-          leave('SIGTERM: left without saving')
-    time.sleep(max(0.0, since + self._limit - time.monotonic()))
-    leave('SIGTERM: no step finished in time; earlier checkpoints are whole')
+  def _answer(self):
+    if self._taken.wait(self._grace):
+      return
+    with self._lock:
+      if self._taken.is_set() or self._save is None:
+        return  # the loop is at a boundary, or will be when its step ends
+      self._saving = True
+      try:
+        self._save()
+        leave(f'SIGTERM: {self._label} is saved')
+      except BaseException as error:  # whatever it was, the process must end and say so
+        leave(f'SIGTERM: {self._label} could not be saved: {" ".join(str(error).split())}')
+
+  def _late(self):
+    """Without the lock: whoever saves may hold it."""
+    text = f'no step finished within {self._limit:.0f} s'
+    if self._saving:
+      text = f'{self._label} could not be saved within {self._limit:.0f} s'
+      with contextlib.suppress(OSError):
+        if self._listed():
+          leave(f'SIGTERM: {self._label} is saved')
+    leave(f'SIGTERM: {text}; earlier checkpoints are whole')
 
 
 def leave(message):

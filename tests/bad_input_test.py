@@ -67,6 +67,7 @@ CASES = [
   ('--config.steps=0', 'steps=0 is not positive'),
   ('--config.dropout=1.5', 'dropout=1.5 lies outside'),
   ('--config=quickstart --config.data.source=random', "sample='def ', but data.source=random has no text"),
+  ('--config.sample=', 'sample is empty'),
   ('--config.dtype=float8', 'dtype.*float8'),
   ('--config.remat=som', "remat 'som'"),
   ('--config.kernel=splash', "kernel 'splash' does not run on cpu; what works here: auto, chunked"),  # J10

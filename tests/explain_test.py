@@ -8,6 +8,7 @@ import re
 
 import jax
 from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from maxtext_layers import config
@@ -24,24 +25,26 @@ def base(tmp_path_factory):
   return tmp_path_factory.mktemp('explain')
 
 
-def explain(settings):
+def explain(settings, folder):
   with contextlib.redirect_stdout(io.StringIO()) as out:
-    pretrain.explain(settings)
+    pretrain.explain(settings, folder)
   return out.getvalue()
 
 
 def test_the_plan_is_explained_and_the_second_start_compiles_nothing(base):
   """B9, C10, J11: mask policy, packing, kernel, mesh, decay list, memory and FLOPs; the cache is on by default."""
   settings = tiny_run.settings(base)
+  jax.config.update('jax_compilation_cache_dir', None)  # another test's
+  compilation_cache.reset_cache()
   events = []
   monitoring.register_event_listener(lambda event, **_: events.append(event.rsplit('/', 1)[-1]))
-  first = explain(settings)
+  first = explain(settings, base / 'run')
   assert events.count('cache_hits') == 0 and events.count('cache_misses') > 0
   events.clear()
   jax.clear_caches()  # what another process would not have
-  assert explain(settings) == first
+  assert explain(settings, base / 'run') == first and not (base / 'run').exists()
   assert events.count('cache_hits') > 0 and events.count('cache_misses') == 0
-  assert first.startswith(config.dump(settings))
+  assert first.startswith(config.dump(settings)) and 'resumed' not in first
   for text in (
     'masks: causal; documents are isolated, padding is masked', 'kernels: attention chunked', 'documents concatenated',
     'mesh: preset fsdp, data 1, fsdp 1, tensor 1', 'loss: cross-entropy in 1 chunk(s) along the tokens, z-loss 0.0',
@@ -55,6 +58,38 @@ def test_the_plan_is_explained_and_the_second_start_compiles_nothing(base):
   assert float(memory[1]) == pytest.approx((state + 5 * 4 * 4 * 32) / 2**20, abs=0.06)  # and five arrays of the batch
   flops = 6 * (parameters - 5 * 16) * 4 * 32 + 2 * 6 * 2 * 8 * 32 * 32 * 4  # all but norms; 2 layers of attention
   assert f'flops_per_step: {flops:,}' in first
+
+
+def test_a_run_is_explained_where_it_would_go_on(base):
+  """B9: the card and the place of the newest checkpoint in --workdir, read and left as they are; what training would
+  refuse is refused."""
+  settings = tiny_run.settings(base, steps=2, evaluate__every=0)
+  with contextlib.redirect_stdout(io.StringIO()):
+    pretrain.train(settings, base / 'begun')
+  before = {p: p.read_bytes() for p in (base / 'begun').rglob('*') if p.is_file()}
+  out = explain(tiny_run.settings(base, steps=3, evaluate__every=0, model=None), base / 'begun')
+  assert 'model: name tiny, family Llama' in out and '\nresumed: step 2, epoch 0, ' in out
+  assert '\nchanged since step 2: ' in out and 'steps 2 -> 3' in out
+  assert f'{base / "begun"} is complete: step 2' in explain(settings, base / 'begun')
+  assert {p: p.read_bytes() for p in (base / 'begun').rglob('*') if p.is_file()} == before
+
+  started = tiny_run.settings(base, evaluate__every=0, init_from=str(base / 'begun'))
+  assert f'\nweights: {base / "begun"}' in explain(started, base / 'new')
+  wider = tiny_run.settings(base, init_from=str(base / 'begun'))
+  wider.model.d_ff = 48
+  (base / 'foreign').mkdir()
+  (base / 'foreign' / 'thesis.tex').touch()
+  for settings, folder, text in (
+    (wider, 'new', 'begun holds another model: d_ff=32, the config says 48'),
+    (started, 'begun', 'begun has checkpoints .newest: step 2.: a run either starts from weights or'),
+    (tiny_run.settings(base, init_from=str(base / 'foreign')), 'new', 'foreign is no checkpoint'),
+    (tiny_run.settings(base), 'foreign', 'foreign is not empty and no run directory'),
+    (tiny_run.settings(base, sample='the ' * 16), 'new', r"config\.sample='the the .*' has 65 tokens, .* is 64$"),
+  ):
+    for go in (explain, pretrain.train):
+      with pytest.raises(config.Error, match=text):
+        go(settings, base / folder)
+  assert not (base / 'new').exists()
 
 
 @pytest.mark.parametrize('model', ['llama3.2-1b', 'qwen3-0.6b'])

@@ -224,14 +224,45 @@ def test_damaged_checkpoints_are_said_and_never_overwritten(whole, base, capsys)
 
 def test_data_that_ends_ends_the_run(base):
   """D9: repeat or stop is said explicitly; a run whose data stops saves its last step, and no update has weight 0."""
-  settings = tiny_run.settings(base, data__at_end='stop', data__epochs=1, steps=200, evaluate__every=0)
+  settings = tiny_run.settings(base, data__at_end='stop', data__epochs=1, steps=200)
   out = train(settings, base / 'ended')
   rows = lines(base / 'ended')
   assert 'the data ended after step' in out and 10 < len(rows) < 200
   assert all(row['loss'] is not None and 'skipped' not in row and row['epoch'] == 0 for row in rows)
   notes = json.loads((base / 'ended' / 'checkpoints' / str(len(rows)) / 'train.json').read_text())
-  assert notes['data_ended'] and notes['next_record'] is None
-  assert 'is complete' in train(settings, base / 'ended')
+  assert notes['next_record'] is None
+
+  # the same where the end is a step that is saved anyway: it is complete, and started again it adds nothing
+  settings.checkpoint.every, settings.sample = len(rows), 'the'
+  out = train(settings, base / 'exactly')
+  assert lines(base / 'exactly') == rows and out.count('--- sample after') == 1
+  for folder in ('ended', 'exactly'):
+    before = (base / folder / 'eval.jsonl').read_text()
+    assert json.loads(before.splitlines()[-1])['step'] == len(rows)
+    assert train(settings, base / folder).startswith(f'{base / folder} is complete: step {len(rows)} (its data ended)')
+    assert (base / folder / 'eval.jsonl').read_text() == before
+
+  # what ended it may change: another epoch goes on
+  settings.data.epochs = 2
+  assert f'resumed: step {len(rows)}, ' in train(settings, base / 'exactly')
+  assert lines(base / 'exactly')[: len(rows)] == rows and lines(base / 'exactly')[-1]['epoch'] == 1
+
+
+def test_an_evaluation_that_was_cut_is_made_up_for(whole, base):
+  """E12: neither the one at a step that is saved, nor the one at the end, is missing after a resume."""
+  folder, expected = base / 'owing', report.read(whole[0] / 'eval.jsonl')
+  settings = tiny_run.settings(base, checkpoint__every=4)
+  train(settings, folder)
+  assert report.read(folder / 'eval.jsonl') == expected
+  text = (folder / 'eval.jsonl').read_text().splitlines(keepends=True)
+  (folder / 'eval.jsonl').write_text(''.join(text[:-1]) + text[-1][:9])  # the process was killed while it wrote
+  assert 'is complete' not in train(settings, folder)
+  assert report.read(folder / 'eval.jsonl') == expected
+  for step in ('8', '10'):
+    shutil.rmtree(folder / 'checkpoints' / step)
+  (folder / 'eval.jsonl').write_text('')
+  train(settings, folder)
+  assert report.read(folder / 'eval.jsonl') == expected and lines(folder) == lines(whole[0])
 
 
 def test_epochs_are_counted(base):

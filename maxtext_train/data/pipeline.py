@@ -206,6 +206,10 @@ class Loader:
         'truncated': int(cursor[:, streams.TRUNCATED].sum()),
     }  # fmt: skip
 
+  def ended(self) -> bool:
+    """Whether no batch is left: derived from the place in the data, and so true of a loader that was just restored."""
+    return isinstance(self.rows, streams.Rows) and self.rows.exhausted(self._cursor)
+
   def describe(self) -> dict[str, Any]:
     """What is decided about the data, for the printed plan and the manifest."""
     if not isinstance(self.rows, streams.Rows):

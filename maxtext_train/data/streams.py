@@ -73,6 +73,18 @@ class Rows(grain.IterDataset):
       return np.zeros(0, np.int32), None, BROKEN, False
     return packing.prepare(ids, weights, cut=self.length if self.whole else None, sample=self.sample)
 
+  def exhausted(self, cursor: np.ndarray) -> bool:
+    """Whether nothing that can be trained on comes after `cursor`, which is a row a stream."""
+    if self.epochs is None:
+      return False
+    end = self.epochs * len(self.members)
+    for record, offset, *_ in cursor:
+      if offset:  # in the middle of one
+        return False
+      if any(self.read(index)[1] is not None for index in range(record, end, self.batch)):
+        return False
+    return True
+
   def probe(self) -> None:
     """Raises config.Error if no record at all can be trained on, before training."""
     counts = dict.fromkeys(REASONS, 0)
