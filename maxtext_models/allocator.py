@@ -79,8 +79,8 @@ def settle(argv: Sequence[str]) -> None:
     _restart(asked, asked)
   elif obstacle or (obstacle := _accelerator()):
     _now = {'name': 'preloaded' if 'LD_PRELOAD' in obstacle else 'system', 'why': obstacle}
-  elif best := next((name for name in _BEST_FIRST if not _missing(name)), None):
-    _restart(best, asked)
+  elif (found := best()) != 'system':
+    _restart(found, asked)
   else:
     _now = {'name': 'system', 'why': 'no other is installed'}
 
@@ -108,6 +108,11 @@ def announcement() -> str:
     return ''
   library = f' ({_now["library"]})' if _now['library'] else ''
   return f'allocator: {_now["name"]}{library}; the program started again for it, --allocator=system prevents that'
+
+
+def best() -> str:
+  """The fastest of those that are installed: what `auto` takes on a CPU."""
+  return next((name for name in _BEST_FIRST if not _missing(name)), 'system')
 
 
 def environment(name: str) -> dict[str, str]:

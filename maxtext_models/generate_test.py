@@ -34,6 +34,9 @@ def made(tmp_path_factory):
   (root / 'tokenizer' / 'chat_template.jinja').write_text(TEMPLATE)
   checkpoint.save(str(root / 'full'), card, model, str(root / 'tokenizer'))
   checkpoint.save(str(root / 'bare'), card, model)
+  broken = nnx.clone(model)
+  broken.norm.w[...] = broken.norm.w[...].at[0].set(np.nan)
+  checkpoint.save(str(root / 'broken'), card, broken, str(root / 'tokenizer'))
   tokenizer.load('byte').save(str(root / 'plain'))
   checkpoint.save(str(root / 'no_template'), card, model, str(root / 'plain'))
   return root, model
@@ -122,6 +125,23 @@ def test_what_is_streamed_is_what_is_printed(run):
   _, printed, _ = run('--checkpoint=DIR/full', '--prompt=abc', '--max_new_tokens=40')
   _, shown, _ = run('--checkpoint=DIR/full', '--prompt=abc', '--max_new_tokens=40', stdout=Terminal())
   assert shown == printed
+
+
+def test_logits_that_are_no_numbers_are_a_failure(run):
+  """No text that means nothing, and no NaN in JSON: one line and code 1."""
+  for more in (['--json'], [], ['--prompt=b']):
+    code, out, err = run('--checkpoint=DIR/broken', '--prompt=a', '--max_new_tokens=3', *more)
+    assert (code, out) == (1, '')
+    assert 'prompt 1: a token has the log-probability nan' in err and err.count('\n') == 1
+  code, _, err = run('--checkpoint=DIR/broken', '--prompt=a', '--max_new_tokens=3', stdout=Terminal())
+  assert code == 1 and 'log-probability nan' in err
+
+
+@pytest.mark.parametrize('prompts', [['--prompt='], ['--prompt=a', '--prompt=']])
+def test_an_empty_prompt_is_found_before_weights_are_read(run, monkeypatch, prompts):
+  monkeypatch.setattr(checkpoint, 'load', None)
+  code, out, err = run('--checkpoint=DIR/full', *prompts)
+  assert (code, out) == (2, '') and f'prompt {len(prompts)} has no tokens' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,15 @@ class Sampler(Protocol):
     """One completion a prompt, in order."""
 
 
+def scan() -> bool | str:
+  """How to load a model that will be sampled from (`scan` of checkpoint.load): on a CPU in single layers.
+
+  A scan takes each layer's weights out of their stack by a copy. While training that is little beside the arithmetic;
+  for one token it is as much traffic again as reading them.
+  """
+  return False if jax.default_backend() == 'cpu' else 'auto'
+
+
 class Jax:
   """The model in this process.
 

@@ -4,7 +4,8 @@
 
 Both sides stay alive, each with its model, and take turns: a round is one prefill with one token and one with all of
 them, for each batch size and side. Decoding is their difference: tokens a second after the first; `with_prefill` counts
-all of it. On a shared machine look at the processor seconds: those of others do not enter them.
+all of it. Ours is laid out and started as `maxtext_models.generate` would, Torch as it comes. On a shared machine look
+at the processor seconds: those of others do not enter them.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def serve(workload, prompt):
   from tests.benchmarks import workloads
 
   card = workloads.get_config(workload).model
-  model = nnx.jit(lambda: decoder.Decoder(card, rngs=nnx.Rngs(0)))()
+  model = nnx.jit(lambda: decoder.Decoder(card, rngs=nnx.Rngs(0), scan=sampler.scan()))()
   source, rng = sampler.Jax(model, context=card.context), np.random.default_rng(0)
   print('ready', flush=True)
   for line in sys.stdin:
@@ -76,16 +77,17 @@ def main():
   parser.add_argument('--prompt', type=int, default=128)
   parser.add_argument('--new', type=int, default=64)
   parser.add_argument('--rounds', type=int, default=7)
-  parser.add_argument('--allocator', default='system', choices=measure.ALLOCATORS)
+  parser.add_argument('--allocator', default='auto', choices=['auto', *measure.ALLOCATORS])
   parser.add_argument('--torch_allocator', default='system', choices=measure.ALLOCATORS)
   parser.add_argument('--serve', action='store_true', help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.serve:
     serve(flags.workload, flags.prompt)
     return
+  chosen = allocator.best() if flags.allocator == 'auto' else flags.allocator  # what a program would start again under
   own = [sys.executable, '-m', 'tests.benchmarks.decode', '--serve']
   own += [f'--workload={flags.workload}', f'--prompt={flags.prompt}']
-  sides = {'ours': Side(own, allocator.environment(flags.allocator))}
+  sides = {'ours': Side(own, allocator.environment(chosen))}
   if flags.torch_python:
     from tests.benchmarks import workloads
 
@@ -124,7 +126,7 @@ def main():
     prompt=flags.prompt,
     new=flags.new,
     rounds=flags.rounds,
-    allocator={'ours': flags.allocator, 'torch': flags.torch_allocator},
+    allocator={'ours': chosen, 'torch': flags.torch_allocator},
     others=max(0.0, (measure.busy_seconds() - used - own_cpu) / (wall * os.cpu_count())),
     **result,
   )
