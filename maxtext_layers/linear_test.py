@@ -101,11 +101,11 @@ def test_embedding_scale_is_rounded_to_the_compute_dtype():
 
 def test_cache_is_written_in_place():
   """The donated buffer of all layers is updated where it is: the compiled step needs no second one."""
-  k, v = cache.zeros(3, 2, 2, 64, 8, jnp.float32)
+  k, v = cache.zeros(3, 2, 2, 64, 8, 8, dtype=jnp.float32)
 
   def write(k, v, new, start):
-    view = cache.View(k, v, jnp.int32(1)).write(new, new, start)
-    return view.k, view.v
+    view = cache.View((k, v), jnp.int32(1)).write((new, new), start)
+    return view.memory
 
   new = jnp.ones((2, 2, 1, 8))
   for start in (jnp.int32(5), jnp.asarray([5, 7])):

@@ -6,6 +6,8 @@ import sys
 
 from absl.testing import flagsaver
 from flax import nnx
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 import pytest
 
@@ -63,6 +65,7 @@ def run(made, monkeypatch, capsys):
 
   def call(*arguments, stdout=None):
     arguments = [a.replace('DIR', str(made[0])) for a in arguments]
+    monkeypatch.setenv('XDG_CACHE_HOME', str(made[0] / 'home'))
     capsys.readouterr()
     if stdout is not None:
       monkeypatch.setattr(sys, 'stdout', stdout)
@@ -125,6 +128,25 @@ def test_what_is_streamed_is_what_is_printed(run):
   _, printed, _ = run('--checkpoint=DIR/full', '--prompt=abc', '--max_new_tokens=40')
   _, shown, _ = run('--checkpoint=DIR/full', '--prompt=abc', '--max_new_tokens=40', stdout=Terminal())
   assert shown == printed
+
+
+def test_compiled_programs_are_kept(run, made, tmp_path):
+  """J11: the second start finds what the first compiled; --cache=none keeps nothing."""
+  ask = ('--checkpoint=DIR/full', '--prompt=abc', '--max_new_tokens=33')
+  found = []
+  for folder in ('none', 'none', tmp_path / 'kept', tmp_path / 'kept'):
+    events = []
+    listener = lambda event, events=events, **_: events.append(event.rsplit('/', 1)[-1])
+    jax.clear_caches()
+    compilation_cache.reset_cache()
+    jax.monitoring.register_event_listener(listener)
+    code, _, _ = run(*ask, f'--cache={folder}')
+    jax.monitoring.unregister_event_listener(listener)
+    assert code == 0
+    found.append('cache_hits' in events)
+  assert found == [False, False, False, True] and list((tmp_path / 'kept').iterdir())
+  code, _, err = run(*ask, f'--cache={made[0] / "full" / "model.json" / "x"}')
+  assert code == 2 and '--cache=' in err and 'Not a directory' in err
 
 
 def test_logits_that_are_no_numbers_are_a_failure(run):

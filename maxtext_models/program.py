@@ -14,12 +14,13 @@ A program is a module with flags and this, of which `main` is what Bazel and the
 Nothing heavy is imported here, and a program imports what is heavy inside `_main`: one that starts itself again under
 another allocator must not pay for jax twice, and a misspelt flag is answered at once.
 
-Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code).
+Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code); `keep_compiled`.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import os
+import pathlib
 import re
 import select
 import sys
@@ -81,6 +82,46 @@ def run(
     if (code := _said(error)) is None:
       raise
   sys.exit(code)
+
+
+def keep_compiled(name: str, setting: str | None) -> pathlib.Path | None:
+  """Lets jax keep what it compiles, for the whole process, so that the next start finds it.
+
+  Args:
+    name: of the setting, for an error.
+    setting: a folder; auto: what the environment tells jax ($JAX_COMPILATION_CACHE_DIR), else maxtext/xla in the user's
+      folder for caches ($XDG_CACHE_HOME, else ~/.cache), nowhere if that cannot be written; None: nowhere.
+
+  Returns:
+    The folder, which is there now, or None.
+
+  Raises:
+    config.Error: the folder asked for cannot be made.
+  """
+  import jax
+
+  from maxtext_layers import config as settings
+
+  if setting is None:
+    jax.config.update('jax_compilation_cache_dir', None)
+    return None
+  if setting == 'auto' and (told := os.environ.get('JAX_COMPILATION_CACHE_DIR')):
+    folder = pathlib.Path(told)
+  elif setting == 'auto':
+    folder = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
+  else:
+    folder = pathlib.Path(setting)
+  folder = folder.expanduser()
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    if setting == 'auto':
+      return None
+    raise settings.Error(f'{name}={setting}: {error.strerror}') from error
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  return folder
 
 
 def _stand_where_the_user_stands():

@@ -10,8 +10,6 @@ Reading order: `train`, which is in the order of time.
 import errno
 import functools
 import importlib.resources
-import os
-import pathlib
 import sys
 
 from absl import flags
@@ -43,7 +41,7 @@ def explain(settings, folder):
   with session.look(settings, folder) as run:
     parts = assembly.build(settings, run.card)
     run.read_data()
-    _cache(settings.cache)
+    program.keep_compiled('config.cache', settings.cache)
     print(config.dump(settings) + '\n' + explained.text(run.plan(parts, parts.compile())))
     with parts.in_mesh():
       run.found(parts)
@@ -72,7 +70,7 @@ def train(settings, folder):
       parts = assembly.build(settings, run.card)
       data = run.read_data()
       with parts.in_mesh():
-        print(f'compilation cache: {_cache(settings.cache) or "off"}')
+        print(f'compilation cache: {program.keep_compiled("config.cache", settings.cache) or "off"}')
         state = run.begin(parts)
         run.offer(stop, run.start, state, lambda: None, data, run.tokens)
         run.compile(parts)
@@ -105,31 +103,6 @@ def train(settings, folder):
     return stops.CODE
   finally:
     place.stop()
-
-
-def _cache(setting):
-  """Keeps compiled programs where `config.cache` says. -> the folder, made if need be, or None: nowhere."""
-  import jax
-
-  from maxtext_layers import config
-
-  if setting is None:
-    return None
-  if setting == 'auto':
-    folder = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'maxtext', 'xla')
-  else:
-    folder = pathlib.Path(setting)
-  folder = folder.expanduser()
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    if setting == 'auto':
-      return None
-    raise config.Error(f'config.cache={setting}: {error.strerror}') from error
-  jax.config.update('jax_compilation_cache_dir', str(folder))  # for the whole process: a program's to decide
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
-  return folder
 
 
 def resolve(name):

@@ -7,11 +7,14 @@ import pathlib
 import shutil
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 import pytest
 
 from maxtext_layers import config
 from maxtext_models import checkpoint as models
+from maxtext_train import checkpoint
+from maxtext_train import loop
 from maxtext_train import pretrain
 from maxtext_train import report
 from tests import tiny_run
@@ -146,6 +149,51 @@ def test_ten_steps_are_five_and_a_new_process_and_five(whole, base):
   rows = (folder / 'metrics.jsonl').read_text()
   assert 'is complete: step 10' in train(tiny_run.settings(base), folder)
   assert (folder / 'metrics.jsonl').read_text() == rows
+
+
+def test_a_resume_continues_the_rates_and_compiles_once(whole, base, monkeypatch):
+  """E18, E19: at the end of the warm-up and at the last step, three resumes of one run: every line is that of the run
+  without one. C13: a restored state is no other argument to the step. J11: what is compiled once is found again."""
+  settings, folder, steps = tiny_run.settings(base, checkpoint__every=1), base / 'thrice', []
+  go_on = loop.run
+  monkeypatch.setattr(loop, 'run', lambda step, *args, **kwargs: (steps.append(step), go_on(step, *args, **kwargs))[1])
+  train(settings, folder)
+  for start in (2, 2, 9):
+    for step in range(start + 1, 11):
+      shutil.rmtree(folder / 'checkpoints' / str(step))
+    out = train(settings, folder)
+    assert f'resumed: step {start}, ' in out and '(from the cache)' in out
+    assert lines(folder) == lines(whole[0])
+  assert [step.compilations for step in steps] == [1] * 4
+
+
+def test_the_cache_is_on_by_default(base, monkeypatch):
+  """J11: where programs are kept, and that they are found there, is printed."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(base / 'home'))
+  settings = tiny_run.settings(base, steps=1, evaluate__every=0, cache=tiny_run.get_config().cache)
+  outputs = []
+  for name in ('cold', 'warm'):
+    jax.clear_caches()
+    compilation_cache.reset_cache()
+    outputs.append(train(settings, base / name))
+    assert f'compilation cache: {base / "home" / "maxtext" / "xla"}\n' in outputs[-1]
+  assert ['(from the cache)' in out for out in outputs] == [False, True]
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(base, monkeypatch):
+  """E3: with the original error, when the next one begins at the latest; nothing half is listed."""
+  commit = checkpoint.Checkpoints._commit
+
+  def broken(self, step, *args):
+    if step == 4:
+      raise RuntimeError('the writer broke')
+    commit(self, step, *args)
+
+  monkeypatch.setattr(checkpoint.Checkpoints, '_commit', broken)
+  with pytest.raises(RuntimeError, match='the writer broke'):
+    train(tiny_run.settings(base, checkpoint__every=2, evaluate__every=0), base / 'broken')
+  assert len(lines(base / 'broken')) in (4, 5, 6)
+  assert [p.name for p in (base / 'broken' / 'checkpoints').iterdir()] == ['2']
 
 
 def test_resuming_under_another_config_says_what_changed(whole, base):
