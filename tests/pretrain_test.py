@@ -170,7 +170,7 @@ def test_a_resume_continues_the_rates_and_compiles_once(whole, base, monkeypatch
 def test_the_cache_is_on_by_default(base, monkeypatch):
   """J11: where programs are kept, and that they are found there, is printed."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(base / 'home'))
-  settings = tiny_run.settings(base, steps=1, evaluate__every=0, cache=tiny_run.get_config().cache)
+  settings = tiny_run.settings(base, steps=3, evaluate__every=0, cache=tiny_run.get_config().cache)
   outputs = []
   for name in ('cold', 'warm'):
     jax.clear_caches()
