@@ -1,6 +1,7 @@
 """Softmax attention, one function an implementation; `KERNELS` says what each can do and where it runs.
 
-q [B, N, T, H], k, v [B, K, S, H] -> [B, N, T, H], heads before time, as a matrix product wants them. Every
+q [B, N, T, H], k [B, K, S, H], v [B, K, S, W] -> [B, N, T, W], heads before time, as a matrix product wants them; W
+is H but for latent attention. Every
 implementation takes its mask from mask.visible; the twin that they are tested against is in attend_test.py. Reading
 order: `KERNELS`, `chunked` (and `xla`, which is chunked in one piece), `cached` (decode), `splash`, `cudnn`.
 """
@@ -32,7 +33,8 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
 
   Args:
     q: [B, N, T, H].
-    k: [B, K, T, H]; v alike.
+    k: [B, K, T, H].
+    v: [B, K, T, W].
     shape: scale, window and cap.
     segments: [B, T], 0 padding; None: one document a row.
     sinks: [N], a logit a head that takes part in the softmax and has no value (arXiv 2309.17453).
@@ -50,7 +52,7 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
     seen = mask.visible(np.arange(low, high), np.arange(first, high), shape.window, *inside)
     seen = seen if segments is None else seen[:, None, None]
     out.append(_softmax_average(q[..., low:high, :], k[:, :, first:high], v[:, :, first:high], seen, shape.cap, sinks))
-  return (out[0] if len(out) == 1 else jnp.concatenate(out, 3)).reshape(b, n, t, h)
+  return (out[0] if len(out) == 1 else jnp.concatenate(out, 3)).reshape(b, n, t, v.shape[-1])
 
 
 def xla(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
@@ -59,28 +61,34 @@ def xla(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
 
 
 def cached(q, k, v, shape: Shape, slots, first, sinks=None) -> jax.Array:
-  """q [B, N, T, H] that stand at slots [B, T] (or [1, T]) against memories k, v [B, K, S, H].
+  """q [B, N, T, H] that stand at slots [B, T] (or [1, T]) against memories k [B, K, S, H] and v [B, K, S, W].
 
   first [B] (or [1]) is the row's first slot that holds a token; what lies before is padding on the left. Slots after a
-  query's own are not written yet, or not meant for it.
+  query's own are not written yet, or not meant for it. q and k may be tuples of as many arrays: parts of a head whose
+  memories lie apart, and whose products are added.
   """
-  b, n, t, h = q.shape
-  groups, keys = k.shape[1], np.arange(k.shape[2])[None]
+  many_q, many_k = (x if isinstance(x, tuple) else (x,) for x in (q, k))
+  b, n, t, _ = many_q[0].shape
+  groups, keys = v.shape[1], np.arange(v.shape[2])[None]
   seen = mask.visible(slots, keys, shape.window, slots >= first[:, None], keys >= first[:, None])[:, None, None]
-  q = (q * jnp.asarray(shape.scale, q.dtype)).reshape(b, groups, n // groups, t, h)
-  return _softmax_average(q, k, v, seen, shape.cap, sinks).reshape(b, n, t, h)
+  grouped = tuple((x * jnp.asarray(shape.scale, x.dtype)).reshape(b, groups, n // groups, t, -1) for x in many_q)
+  return _softmax_average(grouped, many_k, v, seen, shape.cap, sinks).reshape(b, n, t, v.shape[-1])
 
 
 def _softmax_average(q, k, v, seen, cap, sinks):
-  """q [B, K, G, T, H] scaled, k, v [B, K, S, H], seen [.., T, S] -> [B, K, G, T, H]; the softmax is float32."""
-  scores = jnp.einsum('BKGTH,BKSH->BKGTS', q, k, preferred_element_type=jnp.float32)
+  """q [B, K, G, T, H] scaled, k [B, K, S, H] (or tuples of parts), v [B, K, S, W], seen [.., T, S] -> [B, K, G, T, W].
+
+  The softmax is float32.
+  """
+  parts = zip(q, k, strict=True) if isinstance(q, tuple) else [(q, k)]
+  scores = sum(jnp.einsum('BKGTH,BKSH->BKGTS', a, b, preferred_element_type=jnp.float32) for a, b in parts)
   if cap is not None:
     scores = cap * jnp.tanh(scores / cap)
   scores = jnp.where(seen, scores, -1e30)  # finite: a row of padding has a gradient too
   if sinks is None:
     weights = jax.nn.softmax(scores, -1)
   else:
-    sinks = sinks.astype(jnp.float32).reshape(*q.shape[1:3], 1, 1)
+    sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
     top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
     raised = jnp.exp(scores - top)
     weights = raised / (raised.sum(-1, keepdims=True) + jnp.exp(sinks - top))
@@ -140,7 +148,7 @@ def cudnn(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
 class Kernel:
   """An implementation, the platforms that it runs on, and what it can do there.
 
-  features: of 'segments window cap sinks'.
+  features: of 'segments window cap sinks values'; values: that heads of v have another size than those of q and k.
   multiple: of which a row's number of tokens must be one.
   dtypes: that q, k and v may have; empty: any.
   """
@@ -169,6 +177,6 @@ def _kernel(run, platforms, features, **limits):
 KERNELS = {
   'splash': _kernel(splash, 'tpu', 'segments window cap', multiple=LANES),
   'cudnn': _kernel(cudnn, 'gpu cuda', 'window', dtypes=frozenset({'bfloat16', 'float16'})),
-  'chunked': _kernel(chunked, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
-  'xla': _kernel(xla, 'cpu gpu cuda rocm tpu', 'segments window cap sinks'),
+  'chunked': _kernel(chunked, 'cpu gpu cuda rocm tpu', 'segments window cap sinks values'),
+  'xla': _kernel(xla, 'cpu gpu cuda rocm tpu', 'segments window cap sinks values'),
 }

@@ -95,3 +95,24 @@ def test_table_of_numbers_is_a_constant_and_equals_the_traced_one():
   assert isinstance(constant[0], np.ndarray)
   for a, b in zip(constant, traced):
     np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_neighbours_turn_together_and_come_out_as_halves():
+  """The same plane and angle for elements 2i and 2i + 1, as in the paper; the rest stays."""
+  spec = rope.Spec(10, 10000.0, rotary=8, pairs='neighbours')
+  positions = np.array([[0, 1, 300]])
+  x = np.random.default_rng(0).standard_normal((1, 2, 3, 10)).astype(np.float32)
+  got = rope.rotate(jnp.asarray(x), rope.table(spec, positions), spec.pairs)
+  for t, p in enumerate(positions[0]):
+    for i, f in enumerate(by_element(8, 10000.0)):
+      turned = (x[..., t, 2 * i] + 1j * x[..., t, 2 * i + 1]) * np.exp(1j * p * f)
+      np.testing.assert_allclose(got[..., t, i], turned.real, atol=1e-4)
+      np.testing.assert_allclose(got[..., t, i + 4], turned.imag, atol=1e-4)
+  assert (got[..., 8:] == x[..., 8:]).all()
+
+
+def test_sharpness_of_scores():
+  """0.1 * 0.707 * ln 40 + 1 = 1.2608 squared, for the published scaling of DeepSeek V2 Lite."""
+  of = lambda scaling: rope.sharpness(rope.Spec(64, 1e4, scaling))
+  assert of(rope.Yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)) == pytest.approx(1.2608038**2, rel=1e-6)
+  assert of(rope.Yarn(40.0, 4096)) == of(None) == 1.0

@@ -63,7 +63,8 @@ def other_card(folder, case, **changes):
 def test_interleaved_rope_pairing_is_seen(folder, monkeypatch):
   """A12: the first token is right, then nonsense."""
 
-  def rotate(x, table):
+  def rotate(x, table, pairs):
+    del pairs
     cos, sin = table
     a, b = x[..., 0::2], x[..., 1::2]
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
@@ -107,7 +108,7 @@ def test_norm_after_rotation_is_seen(folder, monkeypatch):
     return x
 
   monkeypatch.setattr(norm.Norm, '__call__', later)
-  monkeypatch.setattr(rope, 'rotate', lambda x, table: normed(waiting.pop(0), rotate(x, table)))
+  monkeypatch.setattr(rope, 'rotate', lambda *given: normed(waiting.pop(0), rotate(*given)))
   assert distance('qwen3', checkpoint.load(folder('qwen3'))[1], changed).max() > SEEN
   assert not waiting
 
