@@ -110,7 +110,7 @@ NORM = 'model.layers.1.input_layernorm.weight'
     (fields(rope_parameters=None), 'neither rope_theta nor rope_parameters.rope_theta'),
     (fields(rope_parameters={'rope_type': 'longrope', 'rope_theta': 1e4}), "rope_type='longrope'"),
     (fields(hidden_act='swish2'), "hidden_act='swish2'"),
-    (fields(quantization_config={'quant_method': 'awq'}), "quantization_config={'quant_method': 'awq'}"),
+    (fields(quantization_config={'quant_method': 'awq'}), "quantization_config.quant_method='awq' is not supported"),
     (fields(model_type='lama'), "model_type='lama' is not supported; did you mean 'llama'"),
     (fields(num_hidden_layers=3), 'lacks model.layers.2.'),
     (fields(tie_word_embeddings=True), 'lm_head.weight differs'),
