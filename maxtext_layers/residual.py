@@ -1,8 +1,10 @@
-"""Where the norms of a residual path stand.
+"""Where the norms of a residual path stand, and what a layer reads from it and adds to it.
 
 `pre`: x + f(norm(x)) (arXiv 2002.04745). `post`: x + norm(f(x)), the norm on what is added (OLMo 2, arXiv 2501.00656).
 `sandwich`: both (Gemma 2, arXiv 2408.00118).
 """
+
+import jax
 
 from maxtext_layers import config
 from maxtext_layers import norm
@@ -35,3 +37,8 @@ def norms(spec: Spec, size: int) -> tuple[norm.Norm | None, norm.Norm | None]:
   """The modules (before, after) for an axis of `size`."""
   before, after = (norm.Norm(s, size) if s else None for s in (spec.before, spec.after))
   return before, after
+
+
+def enter(path, x: jax.Array):
+  """(what a layer reads of x, how its result is added to x): x and a sum, or what a connection of hyper.py says."""
+  return path(x) if path else (x, lambda y: x + y)
