@@ -169,8 +169,9 @@ def read_card(directory):
 
 
 def dtypes(model) -> set[str]:
-  """Of the parameters of a model."""
-  return {str(v.get_value().dtype) for v in layout.leaves(nnx.state(model, nnx.Param)).values()}
+  """Of the parameters of a model; those that are float32 in every model (param.fixed) do not count."""
+  leaves = layout.leaves(nnx.state(model, nnx.Param)).values()
+  return {str(v.get_value().dtype) for v in leaves if not v.get_metadata('fixed', False)}
 
 
 # The layout: what is in weights/ and how a model with any plan reads it.
@@ -189,8 +190,9 @@ def weights_item(state) -> dict:
 
 def manifest(card, state, segments) -> dict:
   """model.json: what the arrays of `state` (or its shapes) are, under the plan `segments`."""
-  leaves = {'.'.join(path): v.get_value() for path, v in layout.leaves(state).items()}
-  kinds = {str(leaf.dtype) for leaf in leaves.values()}
+  variables = layout.leaves(state)
+  leaves = {'.'.join(path): v.get_value() for path, v in variables.items()}
+  kinds = {str(v.get_value().dtype) for v in variables.values() if not v.get_metadata('fixed', False)}
   return {
     'format': FORMAT,
     'version': VERSION,
@@ -255,7 +257,7 @@ def restore_weights(directory, state, segments, *, dtype=None):
   for path, variable in leaves.items():
     leaf, names = variable.get_value(), layout.names_of(path, segments)
     kinds = [arrays[there[name].path][1] for name in names]
-    target = kinds[0] if dtype in (None, 'stored') else np.dtype(dtype)
+    target = kinds[0] if dtype in (None, 'stored') or variable.get_metadata('fixed', False) else np.dtype(dtype)
     for other in kinds[1:] if dtype == 'stored' else ():
       target = jnp.promote_types(target, other)
     wanted = jax.ShapeDtypeStruct(leaf.shape, target, sharding=getattr(leaf, 'sharding', None))

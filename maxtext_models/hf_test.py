@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -271,8 +272,102 @@ def test_special_ids_of_config_json_alone_are_kept(make, tmp_path):
   assert {k: found[k] for k in wanted} == wanted
 
 
-def test_names_cover_every_tensor(make):
-  directory = make('llama_bias')
+@pytest.mark.parametrize('case', ['llama_bias', 'mixtral', 'qwen3_moe', 'gpt_oss'])
+def test_names_cover_every_tensor(make, case):
+  directory = make(case)
   card, files = hf.read(directory)
   assert set(hf.names(card).values()) == set(files.headers)
-  assert hf.names(card)['layers.1.mixer.q.b'] == 'model.layers.1.self_attn.q_proj.bias'
+
+
+def test_names_of_experts(make):
+  """A name for each expert that has a tensor of its own; the tensor of both for parameters that share one."""
+  assert hf.names(hf.read(make('llama_bias'))[0])['layers.1.mixer.q.b'] == 'model.layers.1.self_attn.q_proj.bias'
+  names = hf.names(hf.read(make('qwen3_moe'))[0])
+  assert names['layers.2.ffn.experts.up.5'] == 'model.layers.2.mlp.experts.5.up_proj.weight'
+  assert names['layers.1.ffn.up'] == 'model.layers.1.mlp.up_proj.weight'
+  names = hf.names(hf.read(make('gpt_oss'))[0])
+  assert names['layers.0.ffn.experts.gate'] == names['layers.0.ffn.experts.up'] == f'{EXPERTS}gate_up_proj'
+
+
+EXPERTS = 'model.layers.0.mlp.experts.'
+
+
+def test_experts_that_lack_or_do_not_fit_are_named(make):
+  name = 'model.layers.0.mlp.experts.3.up_proj.weight'
+  assert f'lacks {name}' in refused(make('qwen3_moe', drop(name)))
+  name = 'model.layers.0.mlp.experts.6.up_proj.weight'
+  left = refused(make('qwen3_moe_plain', lambda t: t | {name.replace('.0.', '.1.'): np.ones((20, 40), np.float32)}))
+  assert f'holds {name.replace(".0.", ".1.")}' in left
+  text = refused(make('gpt_oss', lambda t: t | {f'{EXPERTS}gate_up_proj': np.ones((5, 40, 46), np.float32)}))
+  assert f'{EXPERTS}gate_up_proj has shape [5, 40, 46], config.json makes it [5, 40, 48]' in text
+
+
+@pytest.mark.parametrize('case', ['mixtral', 'gpt_oss'])
+def test_experts_over_many_files(make, tmp_path, case):
+  """Written in files of 64 kB with an index, and read from them: not a bit changes."""
+  directory = make(case)
+  card, model = hf.load(directory)
+  hf.save(tmp_path / 'out', card, model, shard_bytes=64_000)
+  assert len([name for name in os.listdir(tmp_path / 'out') if name.endswith('.safetensors')]) > 2
+  hf.save(tmp_path / 'back', *hf.load(tmp_path / 'out'))
+  there, back = (safetensors.numpy.load_file(f'{d}/model.safetensors') for d in (directory, tmp_path / 'back'))
+  assert there.keys() == back.keys() and all(there[k].tobytes() == back[k].tobytes() for k in there)
+
+
+SHARED = [
+  # equal parts that alternate, or follow each other: our first axis counts them
+  (('(f two) d -> two d f',), [(4, 3), (4, 3)], lambda a, b: np.stack([a.T, b.T], 1).reshape(6, 4)),
+  (('e (two f) d -> two e d f',), [(2, 4, 3)] * 2, lambda a, b: np.concatenate([a, b], 2).transpose(0, 2, 1)),
+  # unequal parts side by side: over the whole axis, and within each of its groups
+  (
+    ('(+ g h) d -> d g h', '(+ g r w) d -> d g r w'),
+    [(4, 2, 3), (4, 2, 5, 2)],
+    lambda a, b: np.concatenate([a.reshape(4, -1), b.reshape(4, -1)], 1).T,
+  ),
+  (
+    ('(g + h) () d -> d g h', '(g + r w) () d -> d g r w'),
+    [(4, 2, 3), (4, 2, 5, 2)],
+    lambda a, b: np.concatenate([a, b.reshape(4, 2, -1)], 2).reshape(4, 1, -1).T,
+  ),
+]
+
+
+@pytest.mark.parametrize('patterns, shapes, together', SHARED)
+def test_parameters_that_share_a_tensor(patterns, shapes, together):
+  """Taken out of it and put back, against NumPy."""
+  rng = np.random.default_rng(0)
+  values = [rng.standard_normal(shape) for shape in shapes]
+  tensor = together(*values)
+  sources = [hf._Source('x', patterns, ('a', 'b'), i, tuple(shapes), None) for i in (0, 1)]
+  for value, source in zip(values, sources, strict=True):
+    assert source.their_shape() == tensor.shape
+    np.testing.assert_array_equal(source.take(tensor), value)
+  np.testing.assert_array_equal(sources[0].join(values), tensor)
+
+
+def test_tensors_are_in_memory_one_at_a_time(make, monkeypatch, tmp_path):
+  """Loading: when one is read, the one before is gone. Saving: what waits to be written is less than a file and one."""
+  directory, alive = make('mixtral'), []
+  get, tensors, limit = hf.Files.get, hf.tensors, 32_000
+
+  def watched(self, tensor):
+    assert not [one for one in alive if one() is not None]
+    array = get(self, tensor)
+    alive.append(weakref.ref(array))
+    return array
+
+  monkeypatch.setattr(hf.Files, 'get', watched)
+  card, model = hf.load(directory)
+  assert len(alive) > 40
+  made, largest = [], 97 * 40 * 4  # bytes of a table
+
+  def counted(*args):
+    for theirs, array in tensors(*args):
+      assert sum(one.nbytes for ref in made if (one := ref()) is not None) <= limit + largest
+      made.append(weakref.ref(array))
+      yield theirs, array
+      del array
+
+  monkeypatch.setattr(hf, 'tensors', counted)
+  hf.save(tmp_path / 'out', card, model, shard_bytes=limit)
+  assert len(made) == len(alive)

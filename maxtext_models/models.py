@@ -19,11 +19,13 @@ def main(args):
   if _NAME.value:
     _show(registry.card(_NAME.value))
     return
-  print(f'{"name":<24} {"family":<8} {"parameters":>18} {"layers":>6} {"d_model":>8} {"context":>8}')
+  print(f'{"name":<32} {"family":<10} {"parameters":>18} {"active":>16} {"layers":>6} {"d_model":>8} {"context":>8}')
   for name in registry.names():
     card = registry.card(name)
-    family = type(card).__name__
-    print(f'{name:<24} {family:<8} {card.parameters():>18,} {card.layers:>6} {card.d_model:>8} {card.context:>8}')
+    print(
+      f'{name:<32} {type(card).__name__:<10} {card.parameters():>18,} {card.active_parameters():>16,} '
+      f'{card.layers:>6} {card.d_model:>8} {card.context:>8}'
+    )
   print('\n--name=NAME shows one; any Hugging Face directory of these families loads without a name')
 
 
@@ -33,10 +35,16 @@ def _show(card):
   from maxtext_layers import plan
 
   print(
-    f'{card.name}: {type(card).__name__}, {card.parameters():,} parameters, '
-    f'{card.matmul_parameters():,} of them in matmuls'
+    f'{card.name}: {type(card).__name__}, {card.parameters():,} parameters, a token meets {card.active_parameters():,} '
+    f'and is multiplied with {card.matmul_parameters():,}'
   )
   print(f'from {card.source}\n')
+  print('a token')
+  for length in sorted({min(4096, card.context), card.context}):
+    print(
+      f'  {card.forward_flops(length) / length / 1e9:,.2f} GFLOP forward, three times that in training, of {length:,}'
+    )
+  print(f'  {card.cache_bytes():,} bytes of memory while generating, in bfloat16\n')
   print('card')
   for field in dataclasses.fields(card):
     if field.name not in ('name', 'source'):

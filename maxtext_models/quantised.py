@@ -3,7 +3,7 @@
 A method reads `quantization_config` and the headers of the files, and says for each quantised tensor which stored ones
 it is computed from, and how. Nothing of it depends on a model; export is not quantised.
 
-Reading order: `METHODS`, `method`, `fp8`, `compressed_tensors`.
+Reading order: `METHODS`, `method`, `fp8`, `compressed_tensors`, `mxfp4`.
 """
 
 from collections.abc import Callable
@@ -142,6 +142,44 @@ def _unpacked(bits, group, expected, packed, scale, shape):
   return grouped.reshape(expected).astype(scale.dtype)
 
 
+def mxfp4(settings: dict[str, Any]) -> Callable[..., dict[str, Made]]:
+  """Numbers of 4 bits, 32 of them with one power of two (OCP Microscaling Formats 1.0, section 5.3.3: MXFP4).
+
+  X_blocks is uint8 [E, M, N / 32, 16], two numbers a byte, the low half first; X_scales is uint8 [E, M, N / 32], 127
+  more than the exponent. What is meant is X [E, N, M], in bfloat16, which holds every such number.
+  """
+  del settings  # they name what is not quantised, which the files say, too
+  return _mxfp4
+
+
+def _mxfp4(headers):
+  made = {}
+  for blocks, (_, shape) in headers.items():
+    if blocks.endswith('_blocks'):
+      tensor = blocks.removesuffix('_blocks')
+      scales = f'{tensor}_scales'
+      if scales not in headers:
+        raise config.Error(f'{blocks} is there, but not {scales}')
+      if len(shape) != 4 or shape[-1] != 16 or headers[scales][1] != shape[:-1]:
+        raise config.Error(f'{blocks} {list(shape)} and {scales} {list(headers[scales][1])} do not fit blocks of 32')
+      made[tensor] = Made((blocks, scales), 'BF16', (shape[0], shape[2] * 32, shape[1]), _four_bits)
+  return made
+
+
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+
+
+def _four_bits(blocks, scales):
+  values = np.concatenate([_E2M1, -_E2M1])
+  experts, rows, groups, _ = blocks.shape
+  result = np.empty((experts, groups * 32, rows), FLOATS['BF16'])
+  for e in range(experts):  # one at a time: indices and float32 take eight times the room of the bytes
+    pairs = np.stack([blocks[e] & 15, blocks[e] >> 4], -1).reshape(rows, groups, 32)
+    raised = np.ldexp(values[pairs], scales[e].astype(np.int32)[..., None] - 127)
+    result[e] = raised.reshape(rows, -1).T.astype(FLOATS['BF16'])
+  return result
+
+
 def _only(settings, field, *allowed, where=''):
   """The value of a field that may have these only; absent, it is None."""
   if (value := settings.get(field)) not in allowed:
@@ -150,4 +188,4 @@ def _only(settings, field, *allowed, where=''):
   return value
 
 
-METHODS = {'fp8': fp8, 'compressed-tensors': compressed_tensors}
+METHODS = {'fp8': fp8, 'compressed-tensors': compressed_tensors, 'mxfp4': mxfp4}

@@ -1,7 +1,9 @@
 """Quantised files written by hand, and what they stand for by the published formulas, element by element in NumPy."""
 
 import json
+import os
 
+from flax import nnx
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ import safetensors.numpy
 
 from maxtext_layers import config
 from maxtext_models import checkpoint
+from maxtext_models import decoder
 from maxtext_models import hf
 from maxtext_models import quantised
+from maxtext_models.families import gpt_oss
 from tests.golden import golden
 
 FP8 = {'quant_method': 'fp8', 'fmt': 'e4m3', 'activation_scheme': 'dynamic', 'weight_block_size': [48, 40]}
@@ -174,3 +178,52 @@ def test_what_is_not_known_is_an_error_that_names_the_field(made, settings, said
 )
 def test_parts_that_do_not_fit_are_one_line(made, settings, quantise, edit, said):
   assert said in refused(made(settings, quantise, edit))
+
+
+def e2m1(code):
+  """OCP Microscaling Formats 1.0, section 5.3.3: sign, two bits of exponent with bias 1, one of mantissa."""
+  sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+  size = mantissa * 0.5 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa * 0.5)
+  return -size if sign else size
+
+
+def test_mxfp4(tmp_path):
+  """Experts as GPT-OSS publishes them: 32 numbers of 4 bits with one exponent, low half of a byte first, transposed."""
+  card = gpt_oss.GptOss(
+    layers=2,
+    d_model=64,
+    d_ff=32,
+    d_expert=32,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    vocab=31,
+    context=64,
+    experts=3,
+    top_k=2,
+  )
+  hf.save(tmp_path / 'plain', card, decoder.Decoder(card, rngs=nnx.Rngs(0)))
+  tensors = safetensors.numpy.load_file(tmp_path / 'plain/model.safetensors')
+  rng, expected, stored = np.random.default_rng(0), {}, {}
+  for name, value in tensors.items():
+    stored[name] = value.astype(ml_dtypes.bfloat16)
+    if name.endswith(('gate_up_proj', 'down_proj')):
+      experts, columns, rows = value.shape
+      del stored[name]
+      blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16)).astype(np.uint8)
+      scales = rng.integers(115, 135, (experts, rows, columns // 32)).astype(np.uint8)
+      stored |= {f'{name}_blocks': blocks, f'{name}_scales': scales}
+      of = np.empty((experts, columns, rows))
+      for e, r, c in np.ndindex(experts, rows, columns):
+        byte = int(blocks[e, r, c // 32, c % 32 // 2])
+        of[e, c, r] = e2m1(byte >> 4 if c % 2 else byte & 15) * 2.0 ** (int(scales[e, r, c // 32]) - 127)
+      expected[name] = of
+  os.mkdir(tmp_path / 'small')
+  safetensors.numpy.save_file(stored, tmp_path / 'small/model.safetensors', metadata={'format': 'pt'})
+  source = json.load(open(tmp_path / 'plain/config.json'))
+  source['quantization_config'] = {'quant_method': 'mxfp4', 'modules_to_not_convert': ['model.layers.*.self_attn']}
+  json.dump(source, open(tmp_path / 'small/config.json', 'w'))
+  back = exported(tmp_path / 'small', tmp_path)
+  assert len(expected) == 4 and back.keys() == tensors.keys()
+  for name, value in expected.items():
+    np.testing.assert_array_equal(back[name].astype(np.float64), value)

@@ -40,6 +40,29 @@ PUBLISHED = {
   'qwen3-4b-thinking-2507': (4022468096, 36, 2560, 9728, 32, 8, 128, 151936, True, 1e-6, 5000000.0, 262144),
   'qwen3-4b-instruct-2507': (4022468096, 36, 2560, 9728, 32, 8, 128, 151936, True, 1e-6, 5000000.0, 262144),
 }
+# name: parameters and active ones, in billions to three digits, as published (source in the comment), then numbers of
+# config.json: layers, d_model, d_expert, heads, kv_heads, head_dim, vocab, experts, top_k, eps, rope base, context
+MIXTRAL, QWEN3_30B, QWEN3_235B = (1e-5, 1000000.0), (48, 2048, 768, 32, 4), (94, 4096, 1536, 64, 4)
+MIXTURES = {
+  # 46.7 and 12.9: mistral.ai/news/mixtral-of-experts; 141 and 39: mistral.ai/news/mixtral-8x22b
+  'mixtral-8x7b': (46.7, 12.9, 32, 4096, 14336, 32, 8, 128, 32000, 8, 2, *MIXTRAL, 32768),
+  'mixtral-8x22b': (141, 39, 56, 6144, 16384, 48, 8, 128, 32768, 8, 2, *MIXTRAL, 65536),
+  'mixtral-8x22b-base': (141, 39, 56, 6144, 16384, 48, 8, 128, 32000, 8, 2, *MIXTRAL, 65536),
+  # the model cards at huggingface.co/Qwen: "30.5B in total and 3.3B activated", "235B and 22B", "480B and 35B"
+  'qwen3-30b-a3b': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, *QWEN3, 40960),
+  'qwen3-30b-a3b-base': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, *QWEN3, 32768),
+  'qwen3-30b-a3b-thinking-2507': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 1e7, 262144),
+  'qwen3-30b-a3b-instruct-2507': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 1e7, 262144),
+  'qwen3-coder-30b-a3b': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 1e7, 262144),
+  'qwen3-235b-a22b': (235, 22, *QWEN3_235B, 128, 151936, 128, 8, *QWEN3, 40960),
+  'qwen3-235b-a22b-thinking-2507': (235, 22, *QWEN3_235B, 128, 151936, 128, 8, 1e-6, 5e6, 262144),
+  'qwen3-235b-a22b-instruct-2507': (235, 22, *QWEN3_235B, 128, 151936, 128, 8, 1e-6, 5e6, 262144),
+  'qwen3-coder-480b-a35b': (480, 35, 62, 6144, 2560, 96, 8, 128, 151936, 160, 8, 1e-6, 1e7, 262144),
+  # arXiv 2508.10925, table 1: 20.91 and 116.83; 3.61 and 5.13 active without the embedding, which is 0.58
+  'gpt-oss-20b': (20.9, 3.61 + 0.58, 24, 2880, 2880, 64, 8, 64, 201088, 32, 4, 1e-5, 150000.0, 131072),
+  'gpt-oss-120b': (116.83, 5.13 + 0.58, 36, 2880, 2880, 64, 8, 64, 201088, 128, 4, 1e-5, 150000.0, 131072),
+}
+UNPUBLISHED = ('envy-switch-base', 'envy-switch-large', 'envy-switch-xxl')  # tests/envy_twin_test.py counts them
 STRETCH = {
   'llama3.1-8b': 8,
   'llama3.1-70b': 8,
@@ -65,8 +88,34 @@ def test_card_has_the_published_numbers(name):
   assert c.name == name
 
 
-def test_every_card_is_in_the_table():
-  assert set(registry.names()) == set(PUBLISHED)
+@pytest.mark.parametrize('name', MIXTURES)
+def test_card_with_experts_has_the_published_numbers(name):
+  """Sizes as far as they are published: three digits, or all there are."""
+  c, (total, active, *numbers) = registry.card(name), MIXTURES[name]
+  c.check()
+  spec = c.blocks()[-1]
+  assert numbers == [
+    c.layers, c.d_model, c.d_expert, c.heads, c.kv_heads, c.head_dim, c.vocab, c.experts, c.top_k, c.eps, c.theta,
+    c.context,
+  ]  # fmt: skip
+  assert c.parameters() / 1e9 == pytest.approx(total, rel=2e-3 if total < 100 else 4e-3)
+  assert c.active_parameters() / 1e9 == pytest.approx(active, abs=0.06 if active < 20 else 0.5)
+  assert (spec.ffn.router.experts, spec.ffn.router.top_k, spec.ffn.d_expert) == (c.experts, c.top_k, c.d_expert)
+  assert not c.tied and c.source.startswith('https://huggingface.co/') and c.name == name
+
+
+def test_what_only_gpt_oss_has():
+  """Its config.json and arXiv 2508.10925, section 2."""
+  c = registry.card('gpt-oss-20b')
+  assert [spec.mixer.window for spec in c.blocks()[:4]] == [128, None, 128, None]
+  assert c.scaling == rope.Yarn(factor=32.0, trained=4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+  spec = c.blocks()[0]
+  assert (spec.ffn.activation.limit, spec.ffn.activation.alpha, spec.ffn.activation.offset) == (7.0, 1.702, 1.0)
+  assert spec.mixer.sinks and spec.mixer.bias == ('q', 'k', 'v', 'o') and spec.ffn.bias == ('gate', 'up', 'down')
+
+
+def test_every_card_is_in_a_table():
+  assert set(registry.names()) == {*PUBLISHED, *MIXTURES, *UNPUBLISHED}
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
@@ -83,7 +132,15 @@ def test_eps_and_rope_base_reach_the_layers(name):
     assert spec.mixer.qk_norm is None
 
 
-@pytest.mark.parametrize('name', PUBLISHED)
+@pytest.mark.parametrize('name', MIXTURES)
+def test_eps_and_rope_base_reach_the_layers_beside_experts(name):
+  for spec in registry.card(name).blocks()[:2]:
+    assert (spec.norm.eps, spec.mixer.rope.theta) == MIXTURES[name][11:13]
+    assert spec.mixer.qk_norm is None if not name.startswith('qwen3') else spec.mixer.qk_norm.eps == 1e-6
+    assert (spec.ffn.router.score, spec.ffn.router.normalize) == ('softmax', True)
+
+
+@pytest.mark.parametrize('name', [*PUBLISHED, *MIXTURES, *UNPUBLISHED])
 def test_config_json_and_card_are_inverses(name):
   c = registry.card(name)
   back = registry.card_from_hf(c.hf_config())
@@ -95,6 +152,16 @@ def test_parameters_that_multiply():
   """Qwen3-0.6B by hand: q and o 16 heads, k and v 8 heads of 128, three matrices of 1024 x 3072, and the tied head."""
   layer = 1024 * 128 * (16 + 8 + 8 + 16) + 3 * 1024 * 3072
   assert registry.card('qwen3-0.6b').matmul_parameters() == 28 * layer + 151936 * 1024
+
+
+def test_what_a_token_meets():
+  """Qwen3-30B-A3B by hand: attention and router, 8 of 128 experts of 3 x 2048 x 768; norms and both tables apart."""
+  c = registry.card('qwen3-30b-a3b')
+  matrices = 48 * (2048 * 128 * (32 + 4 + 4 + 32) + 2048 * 128 + 8 * 3 * 2048 * 768)
+  assert c.matmul_parameters() == matrices + 151936 * 2048
+  assert c.active_parameters() == matrices + 2 * 151936 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048
+  assert c.cache_bytes() == 48 * 2 * 4 * 128 * 2  # k and v of 4 heads in 2 bytes
+  assert c.forward_flops(100) == 2 * 100 * c.matmul_parameters() + 48 * 2 * 100 * 100 * 32 * 128
 
 
 def test_names_as_people_type_them():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_layers import attention
+from maxtext_layers import config
 from maxtext_layers import plan as plans
 from maxtext_layers import sharding
 from maxtext_layers import stack
@@ -68,6 +69,11 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   Raises:
     config.Error: something does not fit this machine.
   """
+  if settings.accumulate > 1 and getattr(card, 'balance_scope', None) == 'batch':
+    raise config.Error(
+      f'config.accumulate={settings.accumulate}: config.model.balance_scope=batch needs an update in one piece; '
+      "'micro' takes its means over each micro-batch"
+    )
   mesh, rules = run.mesh(settings), settings.mesh.rules
   specs = [block.mixer for block in card.blocks()]
   needs: dict[str, Any] = {
@@ -106,6 +112,7 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
       rate,
       accumulate=settings.accumulate,
       clip=settings.optimizer.clip,
+      balance_rate=settings.optimizer.balance_rate,
       seed=settings.seed if settings.dropout else None,
     ),
     evaluate=evaluate.compiled(plan.graph, core, plan.shardings.params),

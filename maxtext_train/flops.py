@@ -43,20 +43,11 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 def step(card: Any, batch: int, length: int) -> int:
   """FLOPs of forward and backward pass of one update on `batch` rows of `length` tokens.
 
-  A token costs 6 a parameter it is multiplied with (2 forward, 4 backward), and in attention 12 × heads × head_dim a
-  key it sees: 2 for the scores and 2 for the sum over values, times 3.
+  Three times those of the forward pass: a product has two gradients, each as large as itself. A token costs 6 a
+  parameter it is multiplied with, of a mixture's experts only those that it visits, and in attention 12 × heads ×
+  head_dim a key it sees.
   """
-  tokens = batch * length
-  attention = sum(_attention(spec.mixer, length) for spec in card.blocks())
-  return 6 * card.matmul_parameters() * tokens + attention * batch
-
-
-def _attention(mixer: Any, length: int) -> int:
-  """Of one row. Without a window query t sees t of `length` keys, counted as half of the square."""
-  doubled = length * length  # twice the number of (query, key) pairs
-  if (window := getattr(mixer, 'window', None)) is not None and window < length:
-    doubled = window * window + 2 * window * (length - window)
-  return 6 * mixer.heads * mixer.head_dim * doubled
+  return 3 * card.forward_flops(length) * batch
 
 
 def peak(device: jax.Device) -> float | None:

@@ -1,7 +1,9 @@
+import dataclasses
 import types
 
 import pytest
 
+from maxtext_layers import attention
 from maxtext_models.families import llama
 from maxtext_train import flops
 
@@ -27,10 +29,9 @@ def test_by_hand():
 
 def test_window():
   """Of length 8 and window 2: a triangle of 2 x 2 / 2 and 6 further queries with 2 keys each."""
-  mixer = types.SimpleNamespace(heads=1, head_dim=1, window=2)
-  assert flops._attention(mixer, 8) == 12 * (2 * 2 / 2 + 6 * 2)
-  mixer.window = 8
-  assert flops._attention(mixer, 8) == flops._attention(types.SimpleNamespace(heads=1, head_dim=1, window=None), 8)
+  mixer = attention.Spec(1, 1, 1, None, window=2)
+  assert mixer.flops(8) == 4 * (2 * 2 / 2 + 6 * 2)
+  assert dataclasses.replace(mixer, window=8).flops(8) == dataclasses.replace(mixer, window=None).flops(8)
 
 
 @pytest.mark.parametrize(

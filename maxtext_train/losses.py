@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_layers import auxiliary
 from maxtext_layers import config
 from maxtext_layers import head
 
@@ -22,6 +23,8 @@ class Loss(NamedTuple):
   total: jax.Array  # float32 scalar: what is differentiated, summed
   weight: jax.Array  # float32 scalar: what the step divides it by
   aux: dict[str, jax.Array]  # name -> float32 scalar: reported, divided by `weight` as well
+  # path of a selection bias among the parameters -> float32 [L, E], the tokens that each expert of its layers got
+  loads: dict[str, jax.Array] = {}  # noqa: RUF012 (never written to)
 
 
 class Chunk(enum.StrEnum):
@@ -100,10 +103,11 @@ def next_token(
   else:
     losses, nll = head.cross_entropy_parts(x, model.output(), batch['targets'], chunks=chunks, z_loss=z_loss)
     total, nll = weigh(losses, weights), weigh(nll, weights)
+  loads = terms.pop(auxiliary.LOADS, {})
   for value in terms.values():
     total = total + value * weight
   aux = {'lm_loss': nll, **{name: value * weight for name, value in terms.items()}}
-  return Loss(total, weight, jax.tree.map(jax.lax.stop_gradient, aux))
+  return Loss(total, weight, jax.tree.map(jax.lax.stop_gradient, aux), loads)
 
 
 def weigh(losses: jax.Array, weights: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import math
 import re
 from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,6 +37,7 @@ class Config:
   weight_decay: float = 0.1
   no_decay: tuple[str, ...] = DEFAULT
   clip: float | None = 1.0  # global norm; None does not clip
+  balance_rate: float = 0.001  # how far a router's selection bias moves in an update (arXiv 2408.15664); 0: not at all
 
   def check(self) -> None:
     """Raises config.Error naming the field and its value."""
@@ -48,6 +50,8 @@ class Config:
       raise config.Error(f'weight_decay={self.weight_decay} is negative')
     if self.clip is not None and self.clip <= 0.0:
       raise config.Error(f'clip={self.clip} is not positive; none switches clipping off')
+    if self.balance_rate < 0.0:
+      raise config.Error(f'balance_rate={self.balance_rate} is negative')
 
 
 def build(settings: Config, params: Any) -> optax.GradientTransformationExtraArgs:
@@ -72,7 +76,10 @@ def decayed(settings: Config, params: Any) -> tuple[list[str], list[str]]:
 
 
 def mask(settings: Config, params: Any) -> Any:
-  """A tree like `params` of bools: whether a leaf decays. By path, never by rank: a scanned norm is a matrix."""
+  """A tree like `params` of bools: whether a leaf decays. By path, never by rank: a scanned norm is a matrix.
+
+  What no gradient moves (param.fixed) never decays.
+  """
   names = paths(params)
   if not settings.weight_decay:
     return jax.tree.map(lambda _: False, params)
@@ -81,7 +88,9 @@ def mask(settings: Config, params: Any) -> Any:
     if pattern not in DEFAULT and not any(matches(pattern, name) for name in names):
       words = {word for name in names for word in name.split('.')}
       raise config.Error(f'no_decay: {pattern!r} matches no parameter{config.nearest(pattern, words)}')
-  flags = [not any(matches(pattern, name) for pattern in settings.no_decay) for name in names]
+  fixed = [isinstance(p, nnx.Variable) and p.get_metadata('fixed', False) for p in _variables(params)]
+  decays = lambda name: not any(matches(pattern, name) for pattern in settings.no_decay)
+  flags = [decays(name) and not still for name, still in zip(names, fixed, strict=True)]
   return jax.tree.unflatten(jax.tree.structure(params), flags)
 
 
@@ -103,6 +112,11 @@ def paths(params: Any) -> list[str]:
   """Dotted paths of the leaves, in the order of `jax.tree.leaves`."""
   keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
   return [jax.tree_util.keystr(key, simple=True, separator='.').removesuffix('.value') for key in keys]
+
+
+def _variables(params):
+  """What `paths` names, with its metadata where it has some."""
+  return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:

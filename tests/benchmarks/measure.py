@@ -33,6 +33,7 @@ BEST = {
   'W0': '--layers unroll --attn chunk --ce fused',
   'W1': '--layers unroll --attn chunk --ce fused',
   'W2': '--layers scan --attn chunk --ce fused',
+  'W3': '--layers unroll --attn chunk --ce fused --moe blocked --moe_block 64',
 }
 
 

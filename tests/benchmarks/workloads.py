@@ -2,11 +2,13 @@
 
     python -m maxtext_train.pretrain --config=tests/benchmarks/workloads.py:W1 --config.steps=12
 
-W1 has 20M parameters, four layers and a large vocabulary. W2 is SmolLM2-135M, thirty layers. W0 is for tests of these
-programs. One fixed random batch, AdamW with a constant rate that decays every parameter, global clip 1, float32.
+W1 has 20M parameters, four layers and a large vocabulary. W2 is SmolLM2-135M, thirty layers. W3 has 18M parameters,
+four layers with eight experts, of which two see a token. W0 is for tests of these programs. One fixed random batch,
+AdamW with a constant rate that decays every parameter, global clip 1, float32.
 """
 
 from maxtext_models.families import llama
+from maxtext_models.families import mixtral
 from maxtext_train import losses
 from maxtext_train import optimizer
 from maxtext_train import run
@@ -17,8 +19,12 @@ SHAPES = {
   'W0': dict(layers=2, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab=512, tied=False, context=64),
   'W1': dict(layers=4, d_model=256, heads=8, kv_heads=4, head_dim=32, d_ff=1024, vocab=32000, tied=False, context=512),
   'W2': dict(layers=30, d_model=576, heads=9, kv_heads=3, head_dim=64, d_ff=1536, vocab=49152, tied=True, context=256),
-}
-ROWS = {'W0': 2, 'W1': 4, 'W2': 2}
+  'W3': dict(
+    layers=4, d_model=256, heads=8, kv_heads=4, head_dim=32, d_ff=512, vocab=8192, tied=False, context=512,
+    experts=8, top_k=2, d_expert=512, balance_loss=0.0,
+  ),
+}  # fmt: skip
+ROWS = {'W0': 2, 'W1': 4, 'W2': 2, 'W3': 2}
 
 
 def get_config(name='W1'):
@@ -27,7 +33,9 @@ def get_config(name='W1'):
     raise ValueError(f'no workload {name!r}; there are {", ".join(SHAPES)}')
   return run.Pretrain(
     name=name,
-    model=llama.Llama(name=name, eps=1e-5, theta=10000.0, **SHAPES[name]),
+    model=(mixtral.Mixtral if 'experts' in SHAPES[name] else llama.Llama)(
+      name=name, eps=1e-5, theta=10000.0, **SHAPES[name]
+    ),
     steps=12,
     batch=ROWS[name],
     length=SHAPES[name]['context'],

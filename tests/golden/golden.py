@@ -18,6 +18,11 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'llama_bias': 'llama_bias',
   'qwen3': 'qwen3',
   'qwen3_tied': 'qwen3_tied',
+  'mixtral': 'mixtral',
+  'mixtral_window': 'mixtral',
+  'qwen3_moe': 'qwen3_moe',
+  'qwen3_moe_plain': 'qwen3_moe_plain',
+  'gpt_oss': 'gpt_oss',
 }
 CASES = tuple(WEIGHTS)
 

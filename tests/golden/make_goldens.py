@@ -1,6 +1,6 @@
 """Makes the reference logits of this folder with transformers; not a test. Needs torch and transformers, CPU is enough.
 
-    python tests/golden/make_goldens.py [OUTPUT_DIR]
+    python tests/golden/make_goldens.py [OUTPUT_DIR [CASE ..]]
 
 Writes, for every case, CASE.json (config.json as transformers saves it) and CASE.npz (tokens int32 [B, T], logits
 float32 [B, T, V], loss and gradient_norm of next-token prediction on these tokens, float64); and for every set of
@@ -22,6 +22,10 @@ import numpy as np
 import torch
 import transformers
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import cases_moe
+
+MODULES = (cases_moe,)  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
 VOCAB = 151
 SMALL = dict(
   vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
@@ -83,12 +87,14 @@ CASES = {
 }  # fmt: skip
 
 
-def randomise(model, generator):
-  """Draws every parameter anew."""
-  tied = model.config.tie_word_embeddings
+def randomise(model, weights, special):
+  """Draws every parameter anew; `special` says which of them have another distribution."""
+  tied, generator = model.config.tie_word_embeddings, torch.Generator().manual_seed(zlib.crc32(weights.encode()))
   for name, parameter in model.named_parameters():
     draw = torch.randn(parameter.shape, generator=generator)
-    if 'norm' in name:
+    if (value := special(weights, name, draw)) is not None:
+      pass
+    elif 'norm' in name:
       value = 1 + 0.3 * draw
     elif name.endswith('bias'):
       value = 0.5 * draw
@@ -99,16 +105,16 @@ def randomise(model, generator):
     parameter.data.copy_(value)
 
 
-def make(case, weights, kind, fields, rows, length, output):
+def make(case, weights, kind, fields, rows, length, output, special):
   """One case."""
   torch.manual_seed(0)
   config = getattr(transformers, f'{kind}Config')(**fields)
-  model = getattr(transformers, f'{kind}ForCausalLM')(config).float().eval()
+  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').float().eval()
   path = output / f'{weights}.safetensors'
-  randomise(model, torch.Generator().manual_seed(zlib.crc32(weights.encode())))
-  tokens = torch.from_numpy(np.random.default_rng(7).integers(0, VOCAB, (rows, length)))
+  randomise(model, weights, special)
+  tokens = torch.from_numpy(np.random.default_rng(7).integers(0, config.vocab_size, (rows, length)))
   logits = model(tokens).logits
-  loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+  loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1))
   loss.backward()
   norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters()))
   with tempfile.TemporaryDirectory() as temporary:
@@ -126,9 +132,17 @@ def make(case, weights, kind, fields, rows, length, output):
 
 
 def main():
-  output = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent)
-  for case, arguments in CASES.items():
-    make(case, *arguments, output)
+  output, *only = sys.argv[1:] or [pathlib.Path(__file__).parent]
+  output = pathlib.Path(output)
+  nothing = lambda *_: None
+  made = [(None, CASES)] + [(module, module.CASES) for module in MODULES]
+  for module, cases in made:
+    special = getattr(module, 'randomise', nothing)
+    chosen = [case for case in cases if not only or case in only]
+    for case in chosen:
+      make(case, *cases[case], output, special)
+    if chosen:
+      getattr(module, 'more', nothing)(output)
 
 
 if __name__ == '__main__':
