@@ -10,6 +10,7 @@ import pytest
 
 from maxtext_train import flops
 from tests.benchmarks import compile_depth
+from tests.benchmarks import delta_ratio
 from tests.benchmarks import first_step
 from tests.benchmarks import import_time
 from tests.benchmarks import loss_memory
@@ -167,6 +168,14 @@ def test_compile_depth(monkeypatch, capsys):
   )
   found = line(compile_depth, ['--rounds=1'], monkeypatch, capsys)
   assert (found['ratio'], found['cpu_ratio'], found['layers']) == (4.0, 4.0, [4, 16])
+
+
+def test_both_forms_of_the_delta_net_are_compared(monkeypatch, capsys):
+  found = line(delta_ratio, ['--length=130', '--size=8', '--rounds=1'], monkeypatch, capsys)
+  assert (
+    found['loss']['chunked'] == pytest.approx(found['loss']['recurrent'], rel=1e-3) and found['loss']['chunked'] > 0
+  )
+  assert found['ratio'] == found['range'][0] > 0 and found['cpu_ratio'] > 0 and found['length'] == 130
 
 
 def test_the_loss_needs_a_quarter_of_the_logits():
