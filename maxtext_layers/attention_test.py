@@ -25,6 +25,7 @@ MIXERS = {
   'sinks and biases': dataclasses.replace(PLAIN, sinks=True, bias=('q', 'k', 'v', 'o')),
   'qk-norm': dataclasses.replace(PLAIN, qk_norm=norm.Spec()),
   'no rope': dataclasses.replace(PLAIN, rope=None),
+  'gate, part of a head turns': dataclasses.replace(PLAIN, gate=True, rope=rope.Spec(8, 10000.0, rotary=4)),
 }
 
 
@@ -161,6 +162,31 @@ def test_norms_come_before_the_rotation():
   got = layer(X, context)[0]
   np.testing.assert_allclose(got, expected(True), atol=1e-4)
   assert np.abs(got - expected(False)).max() > 1e-2
+
+
+def test_the_gate_multiplies_what_heads_say():
+  """Element by element, before the output map; the rotation leaves the rest of a head alone."""
+  spec = dataclasses.replace(PLAIN, gate=True, rope=rope.Spec(8, 10000.0, rotary=4), bias=('gate',))
+  layer = randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+  table = rope.table(spec.rope, np.arange(12)[None])
+  w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in ('q', 'k', 'v', 'o', 'gate')}
+  x = np.asarray(X, np.float64)
+  angle = np.arange(12)[:, None] * 10000.0 ** -np.array([0.0, 0.5])  # of elements 0 and 2, 1 and 3
+
+  def turned(a):
+    a1, a2, rest = a[..., :2], a[..., 2:4], a[..., 4:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a1 * cos - a2 * sin, a2 * cos + a1 * sin, rest], -1)
+
+  q, k, v = (np.einsum('BTD,DNH->BNTH', x, w[n]) for n in 'qkv')
+  k, v = (np.repeat(a, 2, 1) for a in (k, v))
+  scores = np.einsum('BNTH,BNSH->BNTS', turned(q), turned(k)) * 8**-0.5
+  p = np.exp(np.where(np.tril(np.ones((12, 12), bool)), scores, -np.inf))
+  heads = np.einsum('BNTS,BNSH->BNTH', p / p.sum(-1, keepdims=True), v)
+  gate = np.einsum('BTD,DNH->BNTH', x, w['gate']) + np.asarray(layer.gate.b[...])[:, None]
+  expected = np.einsum('BNTH,NHD->BTD', heads / (1 + np.exp(-gate)), w['o'])
+  got = layer(X, block.Context(tables={spec.rope: table}, kernel='xla'))[0]
+  np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 def test_biases_and_sinks_have_the_shapes_of_their_axes():
