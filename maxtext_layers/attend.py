@@ -36,7 +36,8 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
     k: [B, K, T, H].
     v: [B, K, T, W].
     shape: scale, window and cap.
-    segments: [B, T], 0 padding; None: one document a row.
+    segments: [B, T] or [1, T], 0 padding; None: one document a row. Of a numpy array, keys of segments that ended
+      before a block are not even read.
     sinks: [N], a logit a head that takes part in the softmax and has no value (arXiv 2309.17453).
     block: None: a quarter of T, but 64 at least and 512 at most.
   """
@@ -48,6 +49,8 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
   for low in range(0, t, block):
     high = min(low + block, t)
     first = 0 if shape.window is None else max(0, low - shape.window + 1)
+    if isinstance(segments, np.ndarray):
+      first = max(first, min(int(np.argmax(row == s)) for row in segments for s in np.unique(row[low:high])))
     inside = (None, None) if segments is None else (segments[:, low:high], segments[:, first:high])
     seen = mask.visible(np.arange(low, high), np.arange(first, high), shape.window, *inside)
     seen = seen if segments is None else seen[:, None, None]
@@ -60,17 +63,18 @@ def xla(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
   return chunked(q, k, v, shape, segments, sinks, block=q.shape[2])
 
 
-def cached(q, k, v, shape: Shape, slots, first, sinks=None) -> jax.Array:
+def cached(q, k, v, shape: Shape, slots, first, sinks=None, chunk: int | None = None) -> jax.Array:
   """q [B, N, T, H] that stand at slots [B, T] (or [1, T]) against memories k [B, K, S, H] and v [B, K, S, W].
 
   first [B] (or [1]) is the row's first slot that holds a token; what lies before is padding on the left. Slots after a
-  query's own are not written yet, or not meant for it. q and k may be tuples of as many arrays: parts of a head whose
-  memories lie apart, and whose products are added.
+  query's own are not written yet, or not meant for it. `chunk`: a query sees its own chunk of so many slots from there.
+  q and k may be tuples of as many arrays: parts of a head whose memories lie apart, and whose products are added.
   """
   many_q, many_k = (x if isinstance(x, tuple) else (x,) for x in (q, k))
   b, n, t, _ = many_q[0].shape
   groups, keys = v.shape[1], np.arange(v.shape[2])[None]
-  seen = mask.visible(slots, keys, shape.window, slots >= first[:, None], keys >= first[:, None])[:, None, None]
+  ids = [a >= 0 if chunk is None else mask.chunks(a, chunk) for a in (slots - first[:, None], keys - first[:, None])]
+  seen = mask.visible(slots, keys, shape.window, *ids)[:, None, None]
   grouped = tuple((x * jnp.asarray(shape.scale, x.dtype)).reshape(b, groups, n // groups, t, -1) for x in many_q)
   return _softmax_average(grouped, many_k, v, seen, shape.cap, sinks).reshape(b, n, t, v.shape[-1])
 
@@ -120,6 +124,8 @@ def splash(q, k, v, shape: Shape, segments=None, sinks=None, interpret: bool = F
     ids = None if segments is None else kernel.SegmentIds(segments, segments)
     return jax.vmap(run)(q * jnp.asarray(shape.scale, q.dtype), k, v, ids)
 
+  if segments is not None:
+    segments = jnp.broadcast_to(segments, (q.shape[0], length))
   if not sharding.active():
     return local(q, k, v, segments)
   spec = lambda x, *words: sharding.activation(x.shape, *words)

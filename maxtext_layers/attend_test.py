@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxtext_layers import attend
+from maxtext_layers import mask
 from maxtext_layers import sharding
 
 HERE = {'chunked': attend.chunked, 'chunked in blocks of 5': lambda *a: attend.chunked(*a, block=5), 'xla': attend.xla}
@@ -126,6 +127,30 @@ def test_blocks_skip_what_they_cannot_see():
 
   assert scores(None) == 16 * 16 * 10 // 16
   assert scores(1) == 4 * 16
+
+
+@here
+@pytest.mark.parametrize('chunk', [1, 3, 5, 8])
+def test_chunks(run, chunk):
+  """Ids of chunks in the place of segments, known while tracing or not, against softmax over the chunk's keys alone."""
+  ids = mask.chunks(np.arange(16)[None], chunk)
+  expected = twin(*example(), attend.Shape(0.3), np.repeat(ids, 2, 0))
+  for given in (ids, jnp.asarray(ids)):
+    np.testing.assert_allclose(run(*example(), attend.Shape(0.3, chunk), given), expected, atol=1e-6)
+
+
+def test_blocks_skip_chunks_that_ended():
+  """Chunks of 4 in blocks of 4 are a diagonal of 4 squares, of 16; ids that nobody knows yet cost a window."""
+
+  def scores(ids):
+    run = lambda *a: attend.chunked(*a, attend.Shape(1.0, 4), ids, block=4)
+    jaxpr = jax.make_jaxpr(run)(*example(b=1, n=2, k=2))
+    dots = [e.outvars[0].aval.shape for e in jaxpr.jaxpr.eqns if e.primitive.name == 'dot_general']
+    return sum(shape[-2] * shape[-1] for shape in dots[::2])
+
+  ids = mask.chunks(np.arange(16)[None], 4)
+  assert scores(ids) == 4 * 16
+  assert scores(jnp.asarray(ids)) == 4 * 4 + 3 * 4 * 7
 
 
 def test_cached_equals_the_last_rows_of_the_whole():

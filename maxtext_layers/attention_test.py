@@ -26,6 +26,11 @@ MIXERS = {
   'qk-norm': dataclasses.replace(PLAIN, qk_norm=norm.Spec()),
   'no rope': dataclasses.replace(PLAIN, rope=None),
   'gate, part of a head turns': dataclasses.replace(PLAIN, gate=True, rope=rope.Spec(8, 10000.0, rotary=4)),
+  'chunk': dataclasses.replace(PLAIN, chunk=3),
+  'temperature': dataclasses.replace(PLAIN, rope=None, temperature=attention.Temperature(2, 0.7)),
+  'norm after the rotation': dataclasses.replace(
+    PLAIN, rope=rope.Spec(8, 10000.0, pairs='neighbours'), turned_norm=norm.Spec(weight=False)
+  ),
 }
 
 
@@ -74,23 +79,22 @@ def prefill(model, x, length, positions=None):
   return f(model, x, positions)
 
 
-@pytest.mark.parametrize(
-  'mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks']
-)
-def test_prefill_in_pieces(mixer):
+REMEMBER = ['plain', 'window', 'sinks and biases', 'chunk', 'temperature']
+
+
+@pytest.mark.parametrize('name', REMEMBER)
+def test_prefill_in_pieces(name):
   """A prompt written in two calls: the second starts behind the first and reads what it left."""
-  model = build(mixer)
+  model = build(MIXERS[name])
   y, caches = prefill(model, X[:, :5], 12)
   z, _ = run(model, X[:, 5:], caches, jnp.int32(5))
   np.testing.assert_allclose(jnp.concatenate([y, z], 1), whole(model, X), atol=2e-5)
 
 
-@pytest.mark.parametrize(
-  'mixer', [PLAIN, MIXERS['window'], MIXERS['sinks and biases']], ids=['plain', 'window', 'sinks']
-)
-def test_ragged_prompts_padded_left(mixer):
+@pytest.mark.parametrize('name', REMEMBER)
+def test_ragged_prompts_padded_left(name):
   """B3: prompts of 7 and 4 tokens in one batch, the second padded by 3 on the left: each decodes as if alone."""
-  model = build(mixer)
+  model = build(MIXERS[name])
   pad = jnp.asarray([0, 3])
   rows = jnp.stack([X[0, :7], jnp.concatenate([jnp.full((3, 16), 50.0), X[1, :4]])])
   place = lambda slots: slots - pad[:, None]
@@ -105,9 +109,10 @@ def test_ragged_prompts_padded_left(mixer):
   np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
 
 
-def test_ragged_prompts_padded_right():
+@pytest.mark.parametrize('name', ['window', 'chunk', 'temperature'])
+def test_ragged_prompts_padded_right(name):
   """The same with one start a row: padding on the right is overwritten by the next tokens before anyone sees it."""
-  model = build(MIXERS['window'])
+  model = build(MIXERS[name])
   rows = jnp.stack([X[0, :7], jnp.concatenate([X[1, :4], jnp.full((3, 16), 50.0)])])
   y, caches = prefill(model, rows, 12)
   out, lengths = [[y[0]], [y[1, :4]]], jnp.asarray([7, 4])
@@ -120,10 +125,11 @@ def test_ragged_prompts_padded_right():
   np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
 
 
-def test_packed_rows_equal_rows_of_their_own():
+@pytest.mark.parametrize('name', ['plain', 'chunk', 'temperature'])
+def test_packed_rows_equal_rows_of_their_own(name):
   """B6, B7: positions that start again and segments together; (a) a change in one document leaves the other's output as
   it was, (b) so does a shift of the document in its row."""
-  model = build(PLAIN)
+  model = build(MIXERS[name])
   run = jax.jit(lambda x, p, s: model(x, block.Context(p, s))[0])
   count = lambda *lengths: jnp.asarray([[i for n in lengths for i in range(n)]])
   names = lambda *lengths: jnp.asarray([[d + 1 for d, n in enumerate(lengths) for _ in range(n)]])
@@ -189,6 +195,31 @@ def test_the_gate_multiplies_what_heads_say():
   np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+def test_what_stands_between_rotation_and_scores():
+  """Neighbours turn together, then the norm without a weight, then chunks; and queries whose temperature is their
+  position's: written out here in float64."""
+  turned = dataclasses.replace(MIXERS['norm after the rotation'], chunk=5)
+  for spec in (turned, MIXERS['temperature']):
+    layer = randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+    tables = {spec.rope: rope.table(spec.rope, np.arange(12)[None])} if spec.rope else {}
+    w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in 'qkvo'}
+    q, k, v = (np.einsum('BTD,DNH->BNTH', np.asarray(X, np.float64), w[n]) for n in 'qkv')
+    place = np.arange(12)
+    seen = np.tril(np.ones((12, 12), bool))
+    if spec.rope:
+      wheel = np.exp(1j * place[:, None] * 10000.0 ** (-np.arange(0, 8, 2) / 8))
+      q, k = (((a[..., 0::2] + 1j * a[..., 1::2]) * wheel).view(np.float64) for a in (q, k))
+      q, k = (a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) for a in (q, k))
+      seen &= place[:, None] // 5 == place // 5
+    else:
+      q = q * (1 + 0.7 * np.log(1 + (place + 1) // 2))[:, None]
+    scores = np.einsum('BKGTH,BKSH->BKGTS', q.reshape(2, 2, 2, 12, 8), k) * 8**-0.5
+    p = np.exp(np.where(seen, scores, -np.inf))
+    expected = np.einsum('BKGTS,BKSH->BKGTH', p / p.sum(-1, keepdims=True), v).reshape(2, 4, 12, 8)
+    got = layer(X, block.Context(tables=tables, kernel='xla'))[0]
+    np.testing.assert_allclose(got, np.einsum('BNTH,NHD->BTD', expected, w['o']), atol=1e-4)
+
+
 def test_biases_and_sinks_have_the_shapes_of_their_axes():
   layer = attention.Attention(MIXERS['sinks and biases'], 16, rngs=nnx.Rngs(0))
   shapes = {name: getattr(layer, name).b.shape for name in 'qkvo'}
@@ -204,6 +235,9 @@ def test_auto_takes_what_works():
   assert attention.resolve('auto', 'tpu', specs=sinks) == 'chunked'
   assert attention.resolve('auto', 'gpu', packed=True) == 'chunked'
   assert attention.resolve('cudnn', 'gpu', specs=[MIXERS['window']]) == 'cudnn'
+  assert attention.resolve('auto', 'tpu', specs=[MIXERS['chunk']]) == 'splash'
+  with pytest.raises(config.Error, match='cannot do segments'):
+    attention.resolve('cudnn', 'gpu', specs=[MIXERS['chunk']])
 
 
 @pytest.mark.parametrize(

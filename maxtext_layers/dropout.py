@@ -8,7 +8,7 @@ order: `step_key`, `layer_key`, `apply`.
 import jax
 import jax.numpy as jnp
 
-SITES = ('embedding', 'attention', 'mixer', 'ffn')
+SITES = ('embedding', 'attention', 'mixer', 'ffn', 'given')
 
 
 def step_key(key: jax.Array, step: jax.Array | int, micro: jax.Array | int = 0) -> jax.Array:

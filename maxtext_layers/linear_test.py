@@ -90,6 +90,13 @@ def test_gelu_is_the_tanh_one():
   np.testing.assert_allclose(mlp.ACTIVATIONS['gelu'](jnp.asarray(x, jnp.float32)), expected, atol=1e-6)
 
 
+def test_norm_without_a_weight_has_no_parameter():
+  layer = norm.Norm(norm.Spec(1e-6, weight=False), 8)
+  x = np.asarray(X, np.float64)
+  np.testing.assert_allclose(layer(X), x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
+  assert not jax.tree.leaves(nnx.state(layer))
+
+
 def test_embedding_scale_is_rounded_to_the_compute_dtype():
   """A16: sqrt(3072) is 55.4256 and 55.5 in bfloat16."""
   table = embed.Embed(5, 4, scale=3072**0.5, rngs=nnx.Rngs(0))

@@ -39,6 +39,26 @@ def test_llama3():
   assert 0 < changed.sum() < 64 and np.isclose(got[-1], plain[-1] / 32, rtol=1e-5)
 
 
+def test_llama3_of_one_band_is_a_step():
+  """low = high = 1, as Llama 4 Scout publishes it (factor 16): waves longer than 8192 are stretched, others stay."""
+  plain = np.array(by_element(128, 5e5))
+  expected = np.where(2 * np.pi / plain > 8192, plain / 16, plain)
+  got = rope.frequencies(rope.Spec(128, 5e5, rope.Llama3(16.0, 1.0, 1.0, 8192)))
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+  assert 0 < (expected != plain).sum() < 64
+
+
+def test_proportional():
+  """The first quarter of a head's frequencies turns as ever, the others are zero, and elements with them stay."""
+  expected = [f / 2 if i < 8 else 0 for i, f in enumerate(by_element(64, 1e6))]
+  spec = rope.Spec(64, 1e6, rope.Proportional(0.25, factor=2.0))
+  np.testing.assert_allclose(rope.frequencies(spec), expected, rtol=1e-6)
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 64)), jnp.float32)
+  got = rope.rotate(x, rope.table(spec, np.array([[0, 7, 300]])))
+  stays = np.r_[8:32, 40:64]
+  assert (got[..., stays] == x[..., stays]).all() and (np.abs(got - x)[:, :, 1:, 0] > 1e-3).all()
+
+
 @pytest.mark.parametrize('truncate', [True, False])
 def test_yarn(truncate):
   factor, trained, theta, size = 4.0, 32768, 1e6, 128

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_layers import attend
 from maxtext_layers import attention
 from maxtext_layers import block
 from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import norm
+from maxtext_layers import per_layer
 from maxtext_layers import plan
 from maxtext_layers import residual
 from maxtext_layers import rope
@@ -182,11 +184,123 @@ def test_auxiliary_values_are_summed_over_layers():
     assert aux['load'].tolist() == [3.0, 3.0, 3.0] and aux['loss'] == 1.5
 
 
+KEEPING = dataclasses.replace(LOCAL, mixer=dataclasses.replace(LOCAL.mixer, keep='local'))
+READING = dataclasses.replace(LOCAL, mixer=dataclasses.replace(LOCAL.mixer, reuse='local'))
+GIVEN = per_layer.Spec(5, norm.Spec())
+SHARED = [
+  dataclasses.replace(spec, given=GIVEN, scaled=True)
+  for spec in (LOCAL, LOCAL, KEEPING, GLOBAL, READING, GLOBAL, READING, GLOBAL)
+]
+EACH = jnp.asarray(np.random.default_rng(1).standard_normal((8, 2, 6, 5), np.float32))
+
+
+def with_inputs(key=None, **options):
+  """(loss, gradients of the weights by layer, of x and of the layers' inputs) of SHARED."""
+  model = build(SHARED, **options)
+  graph, state = nnx.split(model)
+
+  @jax.jit
+  def run(state, x, each, key):
+    loss = lambda *a: (nnx.merge(graph, a[0])(a[1], block.Context(dropout=key, rate=0.25), None, a[2])[0] ** 2).mean()
+    return jax.value_and_grad(loss, (0, 1, 2))(state, x, each)
+
+  loss, (grads, x, each) = run(state, X, EACH, key)
+  return loss, weights(nnx.merge(graph, grads)) | {('x',): x, ('inputs',): each}
+
+
+@pytest.fixture(scope='module')
+def kept():
+  return {key: with_inputs(key and jax.random.key(key), scan=True) for key in (None, 3)}
+
+
+def test_kept_keys_and_values_make_their_own_segments():
+  made = nnx.eval_shape(lambda: build(SHARED, scan=True))
+  assert [(len(s.specs), s.count) for s in made.plan] == [(1, 2), (1, 1), (2, 2), (1, 1)]
+  mixer = made.segments[2].blocks[1].mixer
+  assert mixer.k is None and mixer.v is None and made.caches(1, 8)[2][1] == ()
+
+
+@pytest.mark.parametrize('options', [{'scan': False}, {'scan': True, 'remat': 'full'}, {'scan': False, 'remat': 'full'},
+                                     {'scan': True, 'remat': 'qkv,hidden'}], ids=str)  # fmt: skip
+@pytest.mark.parametrize('key', [None, 3])
+def test_kept_keys_and_values_and_inputs_under_every_plan(kept, options, key):
+  """Losses and gradients of weights, x and inputs are those of the scan: unrolled, recomputed, with dropout or not."""
+  loss, grads = kept[key]
+  other, others = with_inputs(key and jax.random.key(key), **options)
+  np.testing.assert_allclose(other, loss, rtol=1e-6)
+  for k in grads:
+    np.testing.assert_allclose(others[k], grads[k], atol=2e-5, rtol=1e-5, err_msg=str(k))
+    if (k[-2:] == ('k', 'w') and k[0] == 2) or k == ('inputs',):
+      assert np.abs(grads[k]).max() > 1e-6, k
+
+
+def test_a_reader_attends_to_what_was_kept():
+  """Two layers written out: the second's queries against the keys and values of the first."""
+  model = build([KEEPING, READING], scan=False)
+  first, second = (nnx.merge(nnx.graphdef(s), jax.tree.map(lambda a: a[0], nnx.state(s))).blocks[0]
+                   for s in model.segments)  # fmt: skip
+  context = block.Context(tables={LOCAL.mixer.rope: rope.table(LOCAL.mixer.rope, np.arange(6)[None])}, kernel='xla')
+  x, _, _ = first(X, context)
+  k, v = first.mixer._keys_and_values(first.mixer_norm(X), context)
+  q = rope.rotate(second.mixer.q(second.mixer_norm(x)), context.tables[LOCAL.mixer.rope])
+  x = x + second.mixer.o(attend.xla(q, k, v, attend.Shape(8**-0.5, 3)))
+  x = x + second.ffn(second.ffn_norm(x), context)[0]
+  np.testing.assert_allclose(model(X, block.Context(kernel='xla'))[0], x, atol=1e-5)
+
+
+@pytest.mark.parametrize('scan', [True, False], ids=['scanned', 'unrolled'])
+@pytest.mark.parametrize('pad', [0, 2])
+def test_decoding_from_kept_keys_and_values(scan, pad):
+  """A full pass equals a prefill of 4 and 2 steps, also of a row padded on the left; readers have no memory."""
+  model = build(SHARED, scan=scan)
+  whole = jax.jit(lambda m, x, e: m(x, block.Context(), None, e)[0])(model, X[:, : 6 - pad], EACH[:, :, : 6 - pad])
+  fill = lambda a, axis: jnp.pad(a, [(pad if i == axis else 0, 0) for i in range(a.ndim)], constant_values=9.0)
+  x, each = fill(X[:, : 6 - pad], 1), fill(EACH[:, :, : 6 - pad], 2)
+  places = lambda begin, end: jnp.broadcast_to(jnp.arange(begin, end) - pad, (2, end - begin)) if pad else None
+  y, caches = jax.jit(lambda m, x, e, p: m(x, block.Context(p), m.caches(2, 8), e)[:2])(
+    model, x[:, :4], each[:, :, :4], places(0, 4)
+  )
+  step = jax.jit(lambda m, x, e, p, c, t: m(x, block.Context(p, start=t), c, e)[:2])
+  parts = [y]
+  for t in (4, 5):
+    y, caches = step(model, x[:, t : t + 1], each[:, :, t : t + 1], places(t, t + 1), caches, jnp.int32(t))
+    parts.append(y)
+  np.testing.assert_allclose(jnp.concatenate(parts, 1)[:, pad:], whole, atol=2e-5)
+
+
+def test_packed_rows_of_kept_keys_and_values():
+  """Documents of 2 and 4 in a row equal each alone, though readers see only what was kept."""
+  model = build(SHARED, scan=True)
+  run = jax.jit(lambda m, x, p, s, e: m(x, block.Context(p, s), None, e)[0])
+  packed = run(model, X, jnp.asarray([[0, 1, 0, 1, 2, 3]] * 2), jnp.asarray([[1, 1, 2, 2, 2, 2]] * 2), EACH)
+  for part in (slice(0, 2), slice(2, 6)):
+    alone = run(model, X[:, part], None, None, EACH[:, :, part])
+    np.testing.assert_allclose(packed[:, part], alone, atol=2e-5)
+
+
+def test_the_number_of_a_block_is_not_trained():
+  model = build([dataclasses.replace(LOCAL, scaled=True)] * 2, scan=True)
+  model.segments[0].blocks[0].scale[...] = jnp.full((2, 1), 0.5)
+  _, grads = gradients(model)
+  scales = {k: g for k, g in grads.items() if 'scale' in k}
+  assert len(scales) == 2 and all((g == 0).all() for g in scales.values())
+
+
+@pytest.mark.parametrize('specs, says', [
+  ([KEEPING, LOCAL, KEEPING], "layer 2 keeps 'local', as a layer before it does"),
+  ([LOCAL, READING], "layer 1 reuses 'local', which no layer before it keeps"),
+])  # fmt: skip
+def test_names_of_what_is_kept_are_checked(specs, says):
+  with pytest.raises(config.Error, match=says):
+    build(specs)
+
+
 def test_every_layer_has_its_address():
   for scan in (True, False):
     made = plan.plan(BLOCKS, scan)
     for layer in range(len(BLOCKS)):
       segment, position, repeat = plan.address(made, layer)
+      assert made[segment].cut(np.arange(5) + 10)[repeat, position] == layer + 10
       assert made[segment].layer(repeat, position) == layer and made[segment].specs[position] == BLOCKS[layer]
   with pytest.raises(IndexError):
     plan.address(plan.plan(BLOCKS), 5)

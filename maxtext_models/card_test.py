@@ -83,7 +83,7 @@ def test_flat_and_nested_rope_forms_are_the_same_card():
     ({'rope_parameters': {'rope_theta': '5e5'}}, "rope_parameters.rope_theta='5e5' is not a number"),
     ({'rope_scaling': [2.0]}, 'rope_scaling=[2.0] is not an object'),
     ({'rope_scaling': {**LLAMA3, 'factor': '8.0'}}, "rope_scaling.factor='8.0' is not a number"),
-    ({'rope_scaling': {**LLAMA3, 'low_freq_factor': 4.0}}, 'low_freq_factor=4.0 is not below high_freq_factor=4.0'),
+    ({'rope_scaling': {**LLAMA3, 'low_freq_factor': 5.0}}, 'low_freq_factor=5.0 is above high_freq_factor=4.0'),
   ],
 )
 def test_rope_settings_that_are_not_understood_are_named(change, said):
