@@ -41,6 +41,14 @@ def test_models_lists(tmp_path):
   assert 'qwen3-0.6b' in done.stdout
 
 
+def test_a_program_can_start_again_for_its_allocator(tmp_path):
+  done = run('maxtext_models/models', '--allocator=jemalloc', cwd=tmp_path)
+  if done.returncode == 2:
+    assert 'jemalloc is not installed' in done.stderr
+  else:
+    assert done.returncode == 0 and 'allocator: jemalloc (' in done.stderr and 'qwen3-0.6b' in done.stdout
+
+
 def test_a_relative_path_is_the_users(tmp_path):
   """The config file lies beside the user; that its text is run shows which folder the path was read from."""
   (tmp_path / 'mine.py').write_text("def get_config():\n  raise ValueError('this very file')\n")
