@@ -5,7 +5,11 @@ import dataclasses
 import pytest
 
 from maxtext_layers import config
+from maxtext_layers import delta
+from maxtext_layers import norm
+from maxtext_layers import plan
 from maxtext_layers import rope
+from maxtext_models import card
 from maxtext_models import registry
 
 # name: parameters (of the published safetensors, a tied table once; model cards), layers, d_model, d_ff, heads,
@@ -62,6 +66,12 @@ MIXTURES = {
   'gpt-oss-20b': (20.9, 3.61 + 0.58, 24, 2880, 2880, 64, 8, 64, 201088, 32, 4, 1e-5, 150000.0, 131072),
   'gpt-oss-120b': (116.83, 5.13 + 0.58, 36, 2880, 2880, 64, 8, 64, 201088, 128, 4, 1e-5, 150000.0, 131072),
 }
+# name: parameters of the text part, exactly: the numbers in the published safetensors without those of `mtp` and the
+# tower, as llama.cpp counts them in GGUF files (n_params); then numbers of config.json: layers, d_model, d_ff or
+# d_expert, heads, kv_heads, key and value heads of a delta net, vocab, experts, top_k, tied
+HYBRIDS = {
+  'qwen3-next-80b-a3b': (79674391296, 48, 2048, 512, 16, 2, 16, 32, 151936, 512, 10, False),
+}
 UNPUBLISHED = ('envy-switch-base', 'envy-switch-large', 'envy-switch-xxl')  # tests/envy_twin_test.py counts them
 STRETCH = {
   'llama3.1-8b': 8,
@@ -114,8 +124,48 @@ def test_what_only_gpt_oss_has():
   assert spec.mixer.sinks and spec.mixer.bias == ('q', 'k', 'v', 'o') and spec.ffn.bias == ('gate', 'up', 'down')
 
 
+@pytest.mark.parametrize('name', HYBRIDS)
+def test_card_of_delta_nets_has_the_published_numbers(name):
+  c, (total, *numbers) = registry.card(name), HYBRIDS[name]
+  c.check()
+  assert c.parameters() == total
+  experts = (c.experts, c.top_k) if isinstance(c, card.Mixture) else (None, None)
+  width = c.d_expert if isinstance(c, card.Mixture) else c.d_ff
+  assert numbers == [
+    c.layers, c.d_model, width, c.heads, c.kv_heads, c.key_heads, c.value_heads, c.vocab, *experts, c.tied,
+  ]  # fmt: skip
+  assert (c.head_dim, c.key_dim, c.value_dim, c.taps, c.rotary, c.theta, c.eps, c.context) == (
+    256, 128, 128, 4, 0.25, 1e7, 1e-6, 262144,
+  )  # fmt: skip
+  assert c.source.startswith('https://huggingface.co/Qwen/') and c.name == name
+
+
+def test_what_a_token_of_qwen3_next_meets():
+  """3,563,766,528, one row of the embedding among them: counted from the tensors of the published index."""
+  c = registry.card('qwen3-next-80b-a3b')
+  assert c.active_parameters() - (c.vocab - 1) * c.d_model == 3563766528
+
+
+@pytest.mark.parametrize('name', HYBRIDS)
+def test_three_delta_nets_and_an_attention_are_one_scanned_period(name):
+  """Eps, rope base and share of a head that turns reach the layers; every norm but that in the delta net is 1 + w."""
+  c = registry.card(name)
+  (segment,) = plan.plan(c.blocks())
+  *nets, last = segment.specs
+  assert len(nets) == 3 and segment.count == c.layers // 4 and len(set(nets)) == 1
+  assert (last.mixer.rope.theta, last.mixer.rope.rotary, last.mixer.gate) == (1e7, 64, True)
+  assert (
+    last.norm
+    == nets[0].norm
+    == last.mixer.qk_norm
+    == norm.Spec(1e-6, offset=c.norm_offset)
+    == norm.Spec(1e-6, offset=1.0)
+  )
+  assert nets[0].mixer == delta.Spec(16, HYBRIDS[name][7], 128, 128, norm.Spec(1e-6), taps=4)
+
+
 def test_every_card_is_in_a_table():
-  assert set(registry.names()) == {*PUBLISHED, *MIXTURES, *UNPUBLISHED}
+  assert set(registry.names()) == {*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED}
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
@@ -140,7 +190,7 @@ def test_eps_and_rope_base_reach_the_layers_beside_experts(name):
     assert (spec.ffn.router.score, spec.ffn.router.normalize) == ('softmax', True)
 
 
-@pytest.mark.parametrize('name', [*PUBLISHED, *MIXTURES, *UNPUBLISHED])
+@pytest.mark.parametrize('name', [*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED])
 def test_config_json_and_card_are_inverses(name):
   c = registry.card(name)
   back = registry.card_from_hf(c.hf_config())

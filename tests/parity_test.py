@@ -66,6 +66,7 @@ def test_logits_equal_transformers_beyond_position_1000(scores):
     'qwen3_moe',
     'qwen3_moe_plain',
     'gpt_oss',
+    'qwen3_next',
   ],
 )
 def test_native_scores_are_bit_equal_and_the_way_back_too(folder, scores, tmp_path, case):

@@ -24,8 +24,12 @@ import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import cases_moe
+import cases_qwen3_next
 
-MODULES = (cases_moe,)  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
+MODULES = (
+  cases_moe,
+  cases_qwen3_next,
+)  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
 VOCAB = 151
 SMALL = dict(
   vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,

@@ -1,0 +1,40 @@
+"""Reference cases of Qwen 3 Next: what make_goldens.py makes them from.
+
+Rows cross two borders of a delta net's chunks, layers are two periods of three, and no two sizes are alike.
+"""
+
+HYBRID = dict(
+  vocab_size=96, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+  max_position_embeddings=512, attn_implementation='eager', rms_norm_eps=1e-6,
+  layer_types=['linear_attention', 'linear_attention', 'full_attention'] * 2, linear_num_key_heads=2,
+  linear_num_value_heads=6, linear_key_head_dim=8, linear_value_head_dim=10, linear_conv_kernel_dim=4,
+)  # fmt: skip
+ROUTED = dict(
+  HYBRID, moe_intermediate_size=12, shared_expert_intermediate_size=14, num_experts=7, num_experts_per_tok=3
+)
+TURN = dict(rope_type='default', rope_theta=10000.0, partial_rotary_factor=0.25)
+NEXT = dict(ROUTED, intermediate_size=40, rope_parameters=TURN)
+
+# case -> (weights, config class, fields, rows, tokens a row)
+CASES = {
+  'qwen3_next': ('qwen3_next', 'Qwen3Next', NEXT, 2, 150),
+  'qwen3_next_raw': ('qwen3_next', 'Qwen3Next', dict(NEXT, norm_topk_prob=False), 1, 150),
+}
+
+
+def randomise(weights, name, draw):
+  """The value of a parameter that is not drawn as all others are, from a standard normal draw; else None."""
+  del weights
+  if name.endswith('linear_attn.norm.weight'):
+    return 1 + 0.3 * draw
+  if 'norm' in name:  # stored as a difference from one
+    return 0.3 * draw
+  if name.endswith(('A_log', 'dt_bias')):
+    return draw - 1.0
+  if name.endswith('conv1d.weight'):
+    return 0.6 * draw
+  if name.endswith('mlp.gate.weight'):
+    return 2.0 * draw / draw.shape[1] ** 0.5
+  if 'experts.' in name and draw.ndim == 3:
+    return draw / draw.shape[2] ** 0.5
+  return None
