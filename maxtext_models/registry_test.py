@@ -83,6 +83,35 @@ STRETCH = {
 }
 
 
+# name: total parameters, experts, every how manyth layer has them, norm of queries, context. Totals are 109 and
+# 402 on the Hugging Face pages, less 0.87 of the vision tower, which is not read; 17 are active by the model card.
+SCOUT, MAVERICK = (109 - 0.87, 16, 1, True), (402 - 0.87, 128, 2, False)
+LLAMA4 = {
+  'llama4-17b-16e': (*SCOUT, 262144),
+  'llama4-17b-16e-instruct': (*SCOUT, 10485760),
+  'llama4-17b-128e': (*MAVERICK, 262144),
+  'llama4-17b-128e-instruct': (*MAVERICK, 1048576),
+}
+
+
+@pytest.mark.parametrize('name', LLAMA4)
+def test_llama4_has_the_published_numbers(name):
+  c, (total, experts, every, normed, context) = registry.card(name), LLAMA4[name]
+  c.check()
+  assert c.parameters() / 1e9 == pytest.approx(total, rel=4e-3)
+  assert c.active_parameters() / 1e9 == pytest.approx(17, abs=0.5)
+  assert (c.layers, c.d_model, c.d_ff, c.d_expert, c.heads, c.kv_heads, c.head_dim, c.vocab, c.tied) == (
+    48, 5120, 16384, 8192, 40, 8, 128, 202048, False,
+  )  # fmt: skip
+  assert (c.experts, c.routed_every, c.qk_norm, c.context, c.eps) == (experts, every, normed, context, 1e-5)
+  local, whole = c.blocks()[2].mixer, c.blocks()[3].mixer
+  assert (local.chunk, local.rope.theta, local.rope.pairs, local.temperature) == (8192, 500000.0, 'neighbours', None)
+  assert local.rope.scaling == (rope.Llama3(16.0, 1.0, 1.0, 8192) if normed else None)
+  assert (whole.chunk, whole.rope, whole.temperature.floor, whole.temperature.scale) == (None, None, 8192, 0.1)
+  assert whole.turned_norm is None and (local.turned_norm.eps == 1e-5 if normed else local.turned_norm is None)
+  assert c.blocks()[3].ffn.weigh == 'input' and c.name == name
+
+
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_card_has_the_published_numbers(name):
   c = registry.card(name)
@@ -165,7 +194,7 @@ def test_three_delta_nets_and_an_attention_are_one_scanned_period(name):
 
 
 def test_every_card_is_in_a_table():
-  assert set(registry.names()) == {*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED}
+  assert set(registry.names()) == {*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4}
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
@@ -190,7 +219,7 @@ def test_eps_and_rope_base_reach_the_layers_beside_experts(name):
     assert (spec.ffn.router.score, spec.ffn.router.normalize) == ('softmax', True)
 
 
-@pytest.mark.parametrize('name', [*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED])
+@pytest.mark.parametrize('name', [*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4])
 def test_config_json_and_card_are_inverses(name):
   c = registry.card(name)
   back = registry.card_from_hf(c.hf_config())

@@ -23,6 +23,8 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'qwen3_moe': 'qwen3_moe',
   'qwen3_moe_plain': 'qwen3_moe_plain',
   'gpt_oss': 'gpt_oss',
+  'llama4_scout': 'llama4_scout',
+  'llama4_maverick': 'llama4_maverick',
   'qwen3_next': 'qwen3_next',
   'qwen3_next_raw': 'qwen3_next',
 }

@@ -23,11 +23,13 @@ import torch
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import cases_llama4
 import cases_moe
 import cases_qwen3_next
 
 MODULES = (
   cases_moe,
+  cases_llama4,
   cases_qwen3_next,
 )  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
 VOCAB = 151
