@@ -19,6 +19,7 @@ Reading order: `run`, `_arguments` (the command line), `_said` (an exception as 
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import os
 import pathlib
 import re
@@ -143,9 +144,11 @@ def _arguments(argv, config, resolve, positional):
     args = flags.FLAGS(argv)[1:]
   except flags.UnrecognizedFlagError as error:
     known = [f'--{name}' for name in [*flags.FLAGS, *(['config'] if config is not None else [])]]
+    if value is not None and error.flagname in {field.name for field in dataclasses.fields(value)}:
+      raise settings.Error(f'unknown flag --{error.flagname}; the setting is --config.{error.flagname}') from None
     raise settings.Error(f'unknown flag --{error.flagname}{settings.nearest("--" + error.flagname, known)}') from None
   except flags.Error as error:
-    text = ' '.join(str(error).split())
+    text = ' '.join(' '.join(map(str, error.args)).split())
     if missing := re.match(r'flag --([\w.]+)=None: Flag --\1 must have a value', text):
       text = f'flag --{missing[1]} is needed'
     raise settings.Error(text) from None

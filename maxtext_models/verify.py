@@ -113,7 +113,10 @@ def _stored(path, vocab):
   from maxtext_models import scoring
 
   try:
-    with np.load(path, allow_pickle=False) as file:
+    found = np.load(path, allow_pickle=False)
+    if isinstance(found, np.ndarray):
+      raise config.Error(f'{path} is one array, .npy; an .npz with tokens and logits is needed')
+    with found as file:
       if lacking := {'tokens', 'logits'} - set(file.files):
         raise config.Error(f'{path} lacks {" and ".join(sorted(lacking))}')
       tokens, logits = file['tokens'], file['logits']

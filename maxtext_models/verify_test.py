@@ -112,7 +112,7 @@ def test_what_is_missing_is_said(run, source, tmp_path):
     ([f'--hf={source}', f'--reference={tmp_path}/ids.npz'], 'outside of the vocabulary'),
     ([f'--hf={source}', f'--reference={tmp_path}/text.npz'], 'is not an .npz file'),
     ([f'--hf={source}', f'--reference={tmp_path}/half.npz'], 'is not an .npz file'),
-    ([f'--hf={source}', f'--reference={tmp_path}/one.npy'], 'is not an .npz file'),
+    ([f'--hf={source}', f'--reference={tmp_path}/one.npy'], 'one.npy is one array'),
     ([f'--hf={source}', '--max_abs=small'], 'max_abs'),
   ):
     code, _, err = run(*arguments)

@@ -44,6 +44,7 @@ class Log:
     self._every, self._steps, self._stream = every, steps, stream or sys.stdout
     self._terminal, self._open = self._stream.isatty(), False
     self._begun: tuple[int, float] | None = None
+    self._since = [0.0, 0.0]  # tokens and seconds since the last line
 
   def due(self, step: int) -> bool:
     return False
@@ -52,12 +53,16 @@ class Log:
     for row in now.rows:
       if self._begun is None:
         self._begun = (row.step, time.monotonic())
-      text = self._line(row)
+      if speed := row.values['tokens_per_second']:
+        seconds = row.values['step_seconds']
+        self._since = [self._since[0] + speed * seconds, self._since[1] + seconds]
+      shown = self._terminal or row.step % self._every == 0 or row.step in (1, self._steps)
+      text = self._line(row) if shown else ''
       if self._terminal:
         columns = shutil.get_terminal_size().columns
         self._write('\r' + text[: columns - 1].ljust(columns - 1))
         self._open = True
-      elif row.step % self._every == 0 or row.step in (1, self._steps):
+      elif shown:
         self._write(text + '\n')
 
   def say(self, text: str) -> None:
@@ -71,11 +76,13 @@ class Log:
       self._open = False
 
   def _line(self, row: loop.Row) -> str:
-    loss, speed = row.values['loss'], row.values['tokens_per_second']
+    loss, (tokens, seconds) = row.values['loss'], self._since
+    if not self._terminal or row.step % self._every == 0:
+      self._since = [0.0, 0.0]
     parts = [
       f'step {row.step}/{self._steps}',
       'no loss' if loss is None else f'loss {loss:.3f}',
-      f'{speed:,.0f} tokens/s',
+      f'{tokens / seconds if seconds else 0:,.0f} tokens/s',
     ]
     assert self._begun is not None
     first, since = self._begun

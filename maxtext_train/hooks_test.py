@@ -13,7 +13,7 @@ class State:
 
 
 def now(step, rows=(), last=False, stopping=False):
-  found = [loop.Row(r, {'step': r, 'loss': 2.0, 'tokens_per_second': 1234.5}) for r in rows]
+  found = [loop.Row(r, {'step': r, 'loss': 2.0, 'tokens_per_second': 1234.5, 'step_seconds': 1.0}) for r in rows]
   return loop.Now(step, State, found, None, 0, last, stopping)
 
 
@@ -31,6 +31,18 @@ def test_plain_lines_where_nobody_rewrites_them():
   lines = out.getvalue().splitlines()
   assert [line.split('  ')[0] for line in lines] == ['step 1/12', 'step 5/12', 'step 10/12', 'step 12/12']
   assert lines[0] == 'step 1/12  loss 2.000  1,234 tokens/s' and lines[-1].endswith('  0:00 left')
+
+
+def test_the_speed_shown_is_that_since_the_last_line():
+  """Steps of 100 tokens in 1 s and in 3 s: 200 tokens in 4 s are 50 a second."""
+  out = io.StringIO()
+  log = hooks.Log(2, 9, out)
+  for step in range(1, 6):
+    seconds = 1.0 if step % 2 else 3.0
+    row = {'step': step, 'loss': 2.0, 'tokens_per_second': 100 / seconds, 'step_seconds': seconds}
+    log(loop.Now(step, State, [loop.Row(step, row)], None, 0, False, False))
+  speeds = [line.split('  ')[2] for line in out.getvalue().splitlines()]
+  assert speeds == ['100 tokens/s', '33 tokens/s', '50 tokens/s']
 
 
 def test_one_line_rewritten_on_a_terminal():

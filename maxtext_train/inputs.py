@@ -26,7 +26,10 @@ def card(settings, newest=None):
       raise config.Error(f'config.init_from={settings.init_from} holds another model: {text}')
     return settings.model
   if found is None:
-    raise config.Error('config.model is none and config.init_from is none: there is nothing to train')
+    raise config.Error(
+      'config.model is none and config.init_from is none: there is nothing to train; '
+      '--config=pretrain:MODEL trains a known model'
+    )
   if settings.length > found.context:
     raise config.Error(f'config.length={settings.length} exceeds the context of the model, {found.context}')
   return found
@@ -89,4 +92,5 @@ def _other_model(theirs, ours):
     f.name for f in dataclasses.fields(ours) if f.name not in ('name', 'source', 'context', 'dtype', 'tied_copy')
   ]
   pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
-  return ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
+  text = ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
+  return text and f'{text}; --config.model=none takes it as it is'

@@ -98,6 +98,9 @@ def train(settings, folder):
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO):
       raise
     raise config.Failure(f'{error.filename or folder}: {error.strerror}') from error
+  except KeyboardInterrupt:
+    print('\n' + session.interrupted(folder), file=sys.stderr)
+    raise
   except stops.Stopped:
     print('SIGTERM: ' + run.stopped(), file=sys.stderr)
     return stops.CODE

@@ -349,10 +349,18 @@ class Run:
     print(f'  generate: {generate} --prompt={shlex.quote(self.settings.sample or "Once")}')
 
   def _command(self):
-    arguments = [a for a in sys.argv[1:] if not a.startswith(('--config.steps=', '--config.init_from='))]
+    once = ('--config.steps=', '--config.init_from=', '--explain', '-explain', '--noexplain')
+    arguments = [a for a in sys.argv[1:] if not a.startswith(once)]
     if not any(a.startswith('--workdir') for a in arguments):
       arguments.append(f'--workdir={self.folder}')
     return ' '.join([_program('maxtext_train.pretrain'), *map(shlex.quote, arguments)])
+
+
+def interrupted(folder):
+  """What Ctrl-C, which saves nothing, left."""
+  steps = checkpoint.Checkpoints(pathlib.Path(folder) / 'checkpoints').steps()
+  kept = f'the newest checkpoint is that of step {steps[-1]}' if steps else 'there is no checkpoint yet'
+  return f'Ctrl-C saves nothing: {kept}; kill -TERM saves the last finished step'
 
 
 def resume_line(notes):

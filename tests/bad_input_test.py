@@ -48,6 +48,8 @@ def folder(tmp_path_factory):
   (path / 'other').mkdir()
   (path / 'other' / 'thesis.tex').write_text('x')
   (path / 'broken.py').write_text('def get_config(:\n')
+  (path / 'hollow.py').write_text('')
+  (path / 'needs.py').write_text('def get_config(model):\n  return model\n')
   (path / 'raises.py').write_text('def get_config():\n  return None.steps\n')
   return path
 
@@ -60,6 +62,12 @@ CASES = [
   ('--config=quickstrat', "quickstrat.*did you mean 'quickstart'"),
   ('--config=pretrain:qwen3-06b', "unknown model 'qwen3-06b'.*did you mean"),
   ('--wrokdir=x', 'wrokdir'),
+  ('--steps=3', r'unknown flag --steps; the setting is --config\.steps'),
+  ('--explain=maybe', r"--explain=maybe|Non-boolean argument to boolean flag maybe"),
+  ('--config=quickstart:qwen3-0.6b', r"--config=quickstart:qwen3-0.6b: get_config takes no 'qwen3-0.6b'"),
+  ('--config=pretrain', 'nothing to train; --config=pretrain:MODEL'),
+  ('--config=hollow.py', r'hollow\.py: the file has no function get_config'),
+  ('--config=needs.py', r'needs\.py: get_config needs an argument'),
   ('--config=broken.py', 'broken.py:1: invalid syntax'),
   ('--config=raises.py', "raises.py: .*'NoneType' object has no attribute 'steps'"),
   # a value of the wrong type or out of range

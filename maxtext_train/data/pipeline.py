@@ -69,7 +69,7 @@ def build(
   source = sources.open_source(settings, length, field=encode is None)
   members, held = sources.split(source, settings.holdout, settings.seed)
   if split == 'heldout' and not len(held):
-    raise config.Error('holdout=0 leaves nothing to evaluate on')
+    raise config.Error('holdout=0 leaves nothing to evaluate on; evaluate.every=0 does not')
   encode = encode or Tokenize(tokenizer, settings.bos, settings.eos)
   common: dict[str, Any] = {
       'source': source, 'encode': encode, 'length': length, 'shuffle': settings.seed if settings.shuffle else None,
