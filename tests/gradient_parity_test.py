@@ -30,7 +30,9 @@ def first_step(graph, state, tokens):
   return jax.value_and_grad(lambda s: loss_of(nnx.merge(graph, s), tokens))(state)
 
 
-@pytest.mark.parametrize('case', ['llama', 'llama_bias', 'llama_tied', 'qwen3', 'mixtral', 'gpt_oss', 'qwen3_next'])
+@pytest.mark.parametrize(
+  'case', ['llama', 'llama_bias', 'llama_tied', 'qwen3', 'mixtral', 'gpt_oss', 'qwen3_next', 'deepseek3']
+)
 def test_first_loss_and_gradient_norm_equal_transformers(folder, case):
   """A19: within 1e-3 relative; they are within 1e-5."""
   reference = golden.reference(case)

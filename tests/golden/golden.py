@@ -27,6 +27,10 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'llama4_maverick': 'llama4_maverick',
   'qwen3_next': 'qwen3_next',
   'qwen3_next_raw': 'qwen3_next',
+  'deepseek2': 'deepseek2',
+  'deepseek2_groups': 'deepseek2_groups',
+  'deepseek3': 'deepseek3',
+  'deepseek3_halves': 'deepseek3_halves',
 }
 CASES = tuple(WEIGHTS)
 

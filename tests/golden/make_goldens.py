@@ -23,12 +23,14 @@ import torch
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import cases_deepseek
 import cases_llama4
 import cases_moe
 import cases_qwen3_next
 
 MODULES = (
   cases_moe,
+  cases_deepseek,
   cases_llama4,
   cases_qwen3_next,
 )  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
@@ -109,6 +111,9 @@ def randomise(model, weights, special):
     else:
       value = (2.0 if 'lm_head' in name or 'q_proj' in name else 1.0) * draw / parameter.shape[1] ** 0.5
     parameter.data.copy_(value)
+  for name, buffer in model.named_buffers():  # some are published, and a parameter to others
+    if (value := special(weights, name, torch.randn(buffer.shape, generator=generator))) is not None:
+      buffer.data.copy_(value)
 
 
 def make(case, weights, kind, fields, rows, length, output, special):
