@@ -1,9 +1,7 @@
 """Mistakes in latent attention and routing, made on purpose; decoding; and a directory as Kimi K2.5 is published."""
 
-import functools
 import json
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,18 +14,13 @@ from maxtext_layers import router
 from maxtext_models import checkpoint
 from maxtext_models import hf
 from maxtext_models import scoring
-from tests import mutation_test
+from tests import wrong
 from tests.golden import golden
-
-TOLERANCE = mutation_test.TOLERANCE
-SEEN = mutation_test.SEEN
 
 
 @pytest.fixture(name='folder', scope='module')
 def _folder(tmp_path_factory):
-  """case -> its Hugging Face directory, made once."""
-  parent = tmp_path_factory.mktemp('golden')
-  return functools.cache(lambda case: golden.directory(case, parent))
+  return wrong.folders(tmp_path_factory.mktemp('golden'))
 
 
 YARN = rope.Yarn(4.0, 64, 32.0, 1.0, mscale=0.8, mscale_all_dim=1.3)
@@ -52,7 +45,7 @@ YARN = rope.Yarn(4.0, 64, 32.0, 1.0, mscale=0.8, mscale_all_dim=1.3)
 )
 def test_other_numbers_are_seen(folder, case, changes):
   """A12: rotary pairs, the two temperatures; groups, normalisation, scale and number of chosen experts."""
-  assert mutation_test.other_card(folder, case, **changes).max() > SEEN
+  assert wrong.other_card(folder, case, **changes).max() > wrong.SEEN
 
 
 def test_bias_in_the_combine_weights_is_seen(folder, monkeypatch):
@@ -66,14 +59,14 @@ def test_bias_in_the_combine_weights_is_seen(folder, monkeypatch):
 
   monkeypatch.setattr(router.Router, '__call__', leaking)
   model = checkpoint.load(folder('deepseek3'))[1]
-  assert mutation_test.distance('deepseek3', model, mutation_test.changed).max() > SEEN
+  assert wrong.distance('deepseek3', model, wrong.changed).max() > wrong.SEEN
 
 
 def test_another_score_function_is_seen(folder, monkeypatch):
   """Softmax where a sigmoid belongs; without normalisation, as with it a sum hides much."""
   monkeypatch.setattr(jax.nn, 'log_sigmoid', lambda x: jax.nn.log_softmax(x, -1))
   model = checkpoint.load(folder('deepseek3_halves'))[1]
-  assert mutation_test.distance('deepseek3_halves', model, mutation_test.changed).max() > SEEN
+  assert wrong.distance('deepseek3_halves', model, wrong.changed).max() > wrong.SEEN
 
 
 @pytest.mark.parametrize(
@@ -84,13 +77,14 @@ def test_another_score_function_is_seen(folder, monkeypatch):
   ],
 )
 def test_swapped_tensors_are_seen(folder, case, first, second):
-  rows = 20 if 'norm' in first else None
-  assert mutation_test.edited(folder, case, mutation_test.swap(first, second, rows)).max() > SEEN
+  names = (f'model.layers.0.{name}.weight' for name in (first, second))
+  edit = wrong.swap(*names, 20 if 'norm' in first else None)
+  assert wrong.edited(folder, case, edit).max() > wrong.SEEN
 
 
 def test_a_dropped_selection_bias_is_seen(folder):
   edit = lambda t: t['model.layers.1.mlp.gate.e_score_correction_bias'].fill(0)
-  assert mutation_test.edited(folder, 'deepseek3', edit).max() > SEEN
+  assert wrong.edited(folder, 'deepseek3', edit).max() > wrong.SEEN
 
 
 @pytest.mark.parametrize('case', ['deepseek2', 'deepseek3'])
@@ -98,20 +92,8 @@ def test_decoding_equals_the_reference(folder, case):
   """An expanded prefill of 200 tokens and absorbed steps give transformers' logits, too."""
   _, model = checkpoint.load(folder(case))
   reference = golden.reference(case)
-  graph, state = nnx.split(model)
-
-  @functools.partial(jax.jit, static_argnames='fresh')
-  def run(state, tokens, caches, start, fresh=False):
-    m = nnx.merge(graph, state)
-    x, caches, _ = m.hidden(tokens, start=0 if fresh else start, caches=caches)
-    return m.logits(x), caches
-
-  got, caches = run(state, reference.tokens[:, :200], model.stack.caches(1, 224), 0, fresh=True)
-  parts = [got]
-  for t in range(200, 224):
-    got, caches = run(state, reference.tokens[:, t : t + 1], caches, jnp.int32(t))
-    parts.append(got)
-  assert np.abs(np.concatenate(parts, 1) - reference.logits[:, :224]).max() <= TOLERANCE
+  got = wrong.decoded(model, reference.tokens[:, :224], 200)
+  assert np.abs(got - reference.logits[:, :224]).max() <= wrong.TOLERANCE
 
 
 def packed(name, weight):

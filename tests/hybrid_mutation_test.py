@@ -1,60 +1,19 @@
 """Mistakes in models of delta nets and gated attention, made on purpose: the references miss them by 100 tolerances."""
 
 import dataclasses
-import functools
 
-from flax import nnx
-import jax
-import numpy as np
 import pytest
 
 from maxtext_layers import attention
 from maxtext_layers import delta
 from maxtext_layers import norm
 from maxtext_models import checkpoint
-from maxtext_models import decoder
-from maxtext_models import hf
-from tests.golden import golden
-
-SEEN = 100 * 1e-4
+from tests import wrong
 
 
 @pytest.fixture(name='folder', scope='module')
 def _folder(tmp_path_factory):
-  """case -> its Hugging Face directory, made once."""
-  parent = tmp_path_factory.mktemp('golden')
-  return functools.cache(lambda case: golden.directory(case, parent))
-
-
-def distance(case, model):
-  """The largest difference of a logit; compiled anew each time, because tests change functions below it."""
-  reference = golden.reference(case)
-  graph, state = nnx.split(model)
-  forward = jax.jit(lambda state, tokens: (m := nnx.merge(graph, state)).logits(m.hidden(tokens)[0]))
-  return np.abs(forward(state, reference.tokens[:1]) - reference.logits[:1]).max()
-
-
-def other_blocks(folder, monkeypatch, case, change):
-  """The distance of a model of which every block spec went through `change`, with those weights that it still has."""
-  card, model = checkpoint.load(folder(case))
-  wrong = [change(spec) for spec in card.blocks()]
-  assert wrong != card.blocks()
-  monkeypatch.setattr(type(card), 'blocks', lambda self: wrong)
-  graph, state = nnx.split(decoder.abstract(card))
-  flat = dict(nnx.to_flat_state(nnx.state(model)))
-  kept = [(path, flat[path]) for path, _ in nnx.to_flat_state(state)]
-  return distance(case, nnx.merge(graph, nnx.from_flat_state(kept)))
-
-
-def edited(folder, case, edit):
-  """The distance of a model whose Hugging Face tensors went through `edit`."""
-  card, files = hf.read(folder(case))
-  tensors = {name: files.get(name) for name in files.headers}
-  edit(tensors)
-  files.get = tensors.__getitem__
-  model = decoder.abstract(card)
-  graph, state = nnx.split(model)
-  return distance(case, nnx.merge(graph, hf.fill(card, state, model.stack.plan, files)))
+  return wrong.folders(tmp_path_factory.mktemp('golden'))
 
 
 def mixer(kind, **changes):
@@ -87,7 +46,8 @@ BLOCKS = {  # what is wrong: (case, change of its blocks)
 
 @pytest.mark.parametrize('name', BLOCKS)
 def test_a_wrong_block_is_seen(folder, monkeypatch, name):
-  assert other_blocks(folder, monkeypatch, *BLOCKS[name]) > SEEN
+  case, change = BLOCKS[name]
+  assert wrong.other_blocks(monkeypatch, case, *checkpoint.load(folder(case)), change).max() > wrong.SEEN
 
 
 def swapped(name, *borders):
@@ -115,16 +75,15 @@ EDITS = {  # what is wrong: (case, edit of its tensors); 2 key heads of 8, 3 val
 
 @pytest.mark.parametrize('name', EDITS)
 def test_swapped_tensors_are_seen(folder, name):
-  assert edited(folder, *EDITS[name]) > SEEN
+  assert wrong.edited(folder, *EDITS[name]).max() > wrong.SEEN
 
 
 @pytest.mark.parametrize('part', ['_unit', 'weights'])
 def test_a_wrong_delta_net_is_seen(folder, monkeypatch, part):
   """Queries and keys of any length; a router whose weights sum to 1 where those of the reference do not."""
-  card, model = checkpoint.load(folder('qwen3_next_raw'))
+  changes = {}
   if part == '_unit':
     monkeypatch.setattr(delta, '_unit', lambda x: x)
   else:
-    card.normalize = True
-  graph, _ = nnx.split(decoder.abstract(card))
-  assert distance('qwen3_next_raw', nnx.merge(graph, nnx.state(model))) > SEEN
+    changes['normalize'] = True
+  assert wrong.other_card(folder, 'qwen3_next_raw', **changes).max() > wrong.SEEN

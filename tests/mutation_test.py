@@ -1,63 +1,17 @@
 """Mistakes that were made somewhere, made here on purpose: the references must miss them by 100 times the tolerance."""
 
-import functools
-
-from flax import nnx
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import checkpoint
-from maxtext_models import decoder
-from maxtext_models import hf
-from maxtext_models import scoring
-from tests.golden import golden
-
-TOLERANCE = 1e-4
-SEEN = 100 * TOLERANCE
+from tests import wrong
 
 
 @pytest.fixture(name='folder', scope='module')
 def _folder(tmp_path_factory):
-  """case -> its Hugging Face directory, made once."""
-  parent = tmp_path_factory.mktemp('golden')
-  return functools.cache(lambda case: golden.directory(case, parent))
-
-
-def distance(case, model, score=scoring.scorer):
-  """[B, T]: the largest difference of a logit at each position."""
-  reference = golden.reference(case)
-  return np.abs(score(model)(reference.tokens) - reference.logits).max(-1)
-
-
-def changed(model):
-  """scoring.scorer without its memory of compilations, for a test that changes a function below it."""
-  graph, state = nnx.split(model)
-  forward = jax.jit(lambda state, tokens: (m := nnx.merge(graph, state)).logits(m.hidden(tokens)[0]))
-  return lambda tokens: np.asarray(forward(state, tokens))
-
-
-def edited(folder, case, edit):
-  """The distance of a model whose Hugging Face tensors went through `edit`."""
-  card, files = hf.read(folder(case))
-  tensors = {name: files.get(name) for name in files.headers}
-  edit(tensors)
-  files.get = tensors.__getitem__
-  model = decoder.abstract(card)
-  graph, state = nnx.split(model)
-  return distance(case, nnx.merge(graph, hf.fill(card, state, model.stack.plan, files)))
-
-
-def other_card(folder, case, **changes):
-  """The distance of a model with other numbers on its card."""
-  card, model = checkpoint.load(folder(case))
-  for name, value in changes.items():
-    setattr(card, name, value)
-  graph, _ = nnx.split(decoder.abstract(card))
-  return distance(case, nnx.merge(graph, nnx.state(model)))
+  return wrong.folders(tmp_path_factory.mktemp('golden'))
 
 
 def test_interleaved_rope_pairing_is_seen(folder, monkeypatch):
@@ -70,9 +24,9 @@ def test_interleaved_rope_pairing_is_seen(folder, monkeypatch):
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
 
   monkeypatch.setattr(rope, 'rotate', rotate)
-  d = distance('llama', checkpoint.load(folder('llama'))[1], changed)
-  assert d[:, 0].max() <= TOLERANCE
-  assert d[:, 4:].max() > SEEN
+  d = wrong.distance('llama', checkpoint.load(folder('llama'))[1], wrong.changed)
+  assert d[:, 0].max() <= wrong.TOLERANCE
+  assert d[:, 4:].max() > wrong.SEEN
 
 
 @pytest.mark.parametrize(
@@ -89,12 +43,12 @@ def test_interleaved_rope_pairing_is_seen(folder, monkeypatch):
 )
 def test_another_rope_scaling_is_seen(folder, case, scaling):
   """A12: factor, bands and temperature."""
-  assert other_card(folder, case, scaling=scaling).max() > SEEN
+  assert wrong.other_card(folder, case, scaling=scaling).max() > wrong.SEEN
 
 
 def test_another_rope_base_is_seen_far_out(folder):
   """A10: the base that is assumed where it is missing."""
-  assert other_card(folder, 'llama_tied', theta=10000.0)[:, 1000:].max() > SEEN
+  assert wrong.other_card(folder, 'llama_tied', theta=10000.0)[:, 1000:].max() > wrong.SEEN
 
 
 def test_norm_after_rotation_is_seen(folder, monkeypatch):
@@ -109,19 +63,13 @@ def test_norm_after_rotation_is_seen(folder, monkeypatch):
 
   monkeypatch.setattr(norm.Norm, '__call__', later)
   monkeypatch.setattr(rope, 'rotate', lambda *given: normed(waiting.pop(0), rotate(*given)))
-  assert distance('qwen3', checkpoint.load(folder('qwen3'))[1], changed).max() > SEEN
+  assert wrong.distance('qwen3', checkpoint.load(folder('qwen3'))[1], wrong.changed).max() > wrong.SEEN
   assert not waiting
 
 
 def swap(first, second, rows=None):
-  """Swaps two kinds of tensor in layer 0; `rows`: only so many of their first rows."""
-
-  def edit(tensors):
-    a, b = (f'model.layers.0.{name}.weight' for name in (first, second))
-    x, y = tensors[a].copy(), tensors[b].copy()
-    tensors[a][:rows], tensors[b][:rows] = y[:rows], x[:rows]
-
-  return edit
+  """Of two kinds of tensor in layer 0."""
+  return wrong.swap(*(f'model.layers.0.{name}.weight' for name in (first, second)), rows)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +84,13 @@ def swap(first, second, rows=None):
   ],
 )
 def test_swapped_tensors_are_seen(folder, case, edit):
-  assert edited(folder, case, edit).max() > SEEN
+  assert wrong.edited(folder, case, edit).max() > wrong.SEEN
 
 
 @pytest.mark.parametrize('name', ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'])
 def test_a_dropped_bias_is_seen(folder, name):
   """A8: in one layer. A key's bias moves all scores of a query alike but for the rotation, which is enough."""
   part = 'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'
-  assert edited(folder, 'llama_bias', lambda t: t[f'model.layers.0.{part}.{name}.bias'].fill(0)).max() > SEEN
+  assert (
+    wrong.edited(folder, 'llama_bias', lambda t: t[f'model.layers.0.{part}.{name}.bias'].fill(0)).max() > wrong.SEEN
+  )
