@@ -12,6 +12,8 @@ import safetensors.numpy
 from maxtext_layers import config
 from maxtext_models import checkpoint
 from maxtext_models import hf
+from maxtext_models import rows
+from maxtext_models import weight_files
 from tests.golden import golden
 
 
@@ -338,7 +340,7 @@ def test_parameters_that_share_a_tensor(patterns, shapes, together):
   rng = np.random.default_rng(0)
   values = [rng.standard_normal(shape) for shape in shapes]
   tensor = together(*values)
-  sources = [hf._Source('x', patterns, ('a', 'b'), i, tuple(shapes), None) for i in (0, 1)]
+  sources = [rows.Source('x', patterns, ('a', 'b'), i, tuple(shapes), None) for i in (0, 1)]
   for value, source in zip(values, sources, strict=True):
     assert source.their_shape() == tensor.shape
     np.testing.assert_array_equal(source.take(tensor), value)
@@ -348,7 +350,7 @@ def test_parameters_that_share_a_tensor(patterns, shapes, together):
 def test_tensors_are_in_memory_one_at_a_time(make, monkeypatch, tmp_path):
   """Loading: when one is read, the one before is gone. Saving: what waits to be written is less than a file and one."""
   directory, alive = make('mixtral'), []
-  get, tensors, limit = hf.Files.get, hf.tensors, 32_000
+  get, tensors, limit = weight_files.Files.get, hf.tensors, 32_000
 
   def watched(self, tensor):
     assert not [one for one in alive if one() is not None]
@@ -356,7 +358,7 @@ def test_tensors_are_in_memory_one_at_a_time(make, monkeypatch, tmp_path):
     alive.append(weakref.ref(array))
     return array
 
-  monkeypatch.setattr(hf.Files, 'get', watched)
+  monkeypatch.setattr(weight_files.Files, 'get', watched)
   card, model = hf.load(directory)
   assert len(alive) > 40
   made, largest = [], 97 * 40 * 4  # bytes of a table

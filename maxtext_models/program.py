@@ -14,7 +14,7 @@ A program is a module with flags and this, of which `main` is what Bazel and the
 Nothing heavy is imported here, and a program imports what is heavy inside `_main`: one that starts itself again under
 another allocator must not pay for jax twice, and a misspelt flag is answered at once.
 
-Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code); `keep_compiled`.
+Reading order: `run`, `_arguments` (the command line), `_said` (an exception as exit code); `compilation_cache`.
 """
 
 from collections.abc import Callable
@@ -85,8 +85,8 @@ def run(
   sys.exit(code)
 
 
-def keep_compiled(name: str, setting: str | None) -> pathlib.Path | None:
-  """Lets jax keep what it compiles, for the whole process, so that the next start finds it.
+def compilation_cache(name: str, setting: str | None) -> dict[str, Any]:
+  """The settings of jax with which it keeps what it compiles, so that the next start finds it; main() has them set.
 
   Args:
     name: of the setting, for an error.
@@ -94,18 +94,16 @@ def keep_compiled(name: str, setting: str | None) -> pathlib.Path | None:
       folder for caches ($XDG_CACHE_HOME, else ~/.cache), nowhere if that cannot be written; None: nowhere.
 
   Returns:
-    The folder, which is there now, or None.
+    {name of jax's: value}; `jax_compilation_cache_dir` is the folder, which is there now, or None.
 
   Raises:
     config.Error: the folder asked for cannot be made.
   """
-  import jax
-
   from maxtext_layers import config as settings
 
+  nowhere = {'jax_compilation_cache_dir': None}
   if setting is None:
-    jax.config.update('jax_compilation_cache_dir', None)
-    return None
+    return nowhere
   if setting == 'auto' and (told := os.environ.get('JAX_COMPILATION_CACHE_DIR')):
     folder = pathlib.Path(told)
   elif setting == 'auto':
@@ -117,12 +115,13 @@ def keep_compiled(name: str, setting: str | None) -> pathlib.Path | None:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     if setting == 'auto':
-      return None
+      return nowhere
     raise settings.Error(f'{name}={setting}: {error.strerror}') from error
-  jax.config.update('jax_compilation_cache_dir', str(folder))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.2)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
-  return folder
+  return {
+    'jax_compilation_cache_dir': str(folder),
+    'jax_persistent_cache_min_compile_time_secs': 0.2,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
 
 
 def _stand_where_the_user_stands():

@@ -41,7 +41,7 @@ def explain(settings, folder):
   with session.look(settings, folder) as run:
     parts = assembly.build(settings, run.card)
     run.read_data()
-    program.keep_compiled('config.cache', settings.cache)
+    _keep_compiled(settings.cache)
     print(config.dump(settings) + '\n' + explained.text(run.plan(parts, parts.compile())))
     with parts.in_mesh():
       run.found(parts)
@@ -70,7 +70,7 @@ def train(settings, folder):
       parts = assembly.build(settings, run.card)
       data = run.read_data()
       with parts.in_mesh():
-        print(f'compilation cache: {program.keep_compiled("config.cache", settings.cache) or "off"}')
+        print(f'compilation cache: {_keep_compiled(settings.cache) or "off"}')
         state = run.begin(parts)
         run.offer(stop, run.start, state, lambda: None, data, run.tokens)
         run.compile(parts)
@@ -106,6 +106,16 @@ def train(settings, folder):
     return stops.CODE
   finally:
     place.stop()
+
+
+def _keep_compiled(setting):
+  """Has jax keep compiled programs where `config.cache` says. -> the folder or None."""
+  import jax
+
+  chosen = program.compilation_cache('config.cache', setting)
+  for name, value in chosen.items():
+    jax.config.update(name, value)  # for the whole process: a program's to decide
+  return chosen['jax_compilation_cache_dir']
 
 
 def resolve(name):

@@ -34,7 +34,7 @@ WRAPPERS = {
 }
 # What changes the process for everybody in it, and the modules whose main() may have it changed.
 PROCESS = {
-  'jax.config': ('maxtext_models/program.py',),
+  'jax.config': ('maxtext_models/generate.py', 'maxtext_train/pretrain.py'),
   'os.chdir': ('maxtext_models/program.py',),
   'os.environ': ('maxtext_models/allocator.py', 'maxtext_models/program.py'),
   'os.putenv': (),

@@ -1,0 +1,152 @@
+"""The weights in a Hugging Face directory: one or more safetensors files, read one tensor at a time.
+
+Reading order: `Files`, `_weight_files` (which files are the weights).
+"""
+
+import json
+import math
+import os
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from maxtext_layers import config
+from maxtext_models import json_file
+
+BYTES = {'F8_E4M3': np.dtype(jnp.float8_e4m3fn), 'F8_E8M0': np.dtype(jnp.float8_e8m0fnu)}  # of quantised tensors only
+DTYPES = {'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16), 'BF16': np.dtype(jnp.bfloat16)}
+
+
+class Files:
+  """The tensors of a directory, over one or more safetensors files. `headers` is name -> (dtype code, shape).
+
+  With a card.Wrapper, names are those of the text model, and `towers` are the tensors that are not its.
+  """
+
+  def __init__(self, directory, wrapper=None):
+    self.directory = directory
+    self._open = {}
+    self._where = {}  # name -> (file, name in it)
+    self.headers = {}
+    self.towers = []
+    self.made = {}  # name -> quantised.Made
+    self._parts = {}  # name -> (where, header) of what those are computed from
+    for file in _weight_files(directory):
+      handle = self._handle(file)
+      for theirs in handle.keys():
+        tensor = wrapper.name(theirs) if wrapper else theirs
+        if tensor is None:
+          self.towers.append(theirs)
+          continue
+        if tensor in self._where:
+          raise config.Error(f'{directory}: {tensor} is both in {self._where[tensor][0]} and in {file}')
+        piece = handle.get_slice(theirs)
+        self._where[tensor], self.headers[tensor] = (file, theirs), (piece.get_dtype(), tuple(piece.get_shape()))
+
+  def replace(self, made):
+    """Puts tensors that are computed (name -> quantised.Made) in the place of those that they are computed from."""
+    for name, computed in made.items():
+      self._where[name] = self._where[computed.parts[0]]
+      for part in computed.parts:
+        self._parts[part] = self._where[part], self.headers.pop(part)
+      self.headers[name] = computed.kind, computed.shape
+    self.made |= made
+
+  def get(self, tensor) -> np.ndarray:
+    """One tensor, read now."""
+    if made := self.made.get(tensor):
+      try:
+        return made.make(*(self._stored(*self._parts[part]) for part in made.parts))
+      except config.Error as error:
+        raise config.Error(f'{self.path(tensor)}: {tensor}: {error}') from None
+    self.dtype(tensor)
+    return self._stored(self._where[tensor], self.headers[tensor])
+
+  def _stored(self, where, header):
+    """The array of a file as it lies there; where: (file, name in it)."""
+    file, theirs = where
+    path = os.path.join(self.directory, file)
+    try:
+      if header[0] in BYTES:
+        return _bytes(path, theirs).view(BYTES[header[0]]).reshape(header[1])
+      return self._handle(file).get_tensor(theirs)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+      raise config.Error(f'{path}: {theirs} cannot be read: {error}') from None
+
+  def dtype(self, tensor) -> np.dtype:
+    """That of a tensor; config.Error if it is none of DTYPES."""
+    if (kind := self.headers[tensor][0]) not in DTYPES:
+      path, known = self.path(tensor), ', '.join(DTYPES)
+      raise config.Error(f'{path}: {tensor} has dtype {kind}, which is not supported; known: {known}')
+    return DTYPES[kind]
+
+  def dtypes(self) -> set[str]:
+    """Those of all tensors, as far as they are of DTYPES."""
+    return {str(DTYPES[kind]) for kind, _ in self.headers.values() if kind in DTYPES}
+
+  def path(self, tensor) -> str:
+    """The file that a tensor is in."""
+    return os.path.join(self.directory, self._where[tensor][0])
+
+  def bytes(self) -> int:
+    """Size of the weight files."""
+    return sum(os.path.getsize(os.path.join(self.directory, name)) for name in self._open)
+
+  def most(self) -> str:
+    """The dtype of most numbers in the files."""
+    counts: dict[str, int] = {}
+    for kind, shape in self.headers.values():
+      counts[kind] = counts.get(kind, 0) + math.prod(shape)
+    return str(DTYPES.get(max(counts, key=lambda kind: counts[kind], default='F32'), 'float32'))
+
+  def names(self) -> list[str]:
+    """Names of the weight files."""
+    return list(self._open)
+
+  def _handle(self, name):
+    if name not in self._open:
+      path = os.path.join(self.directory, name)
+      try:
+        self._open[name] = safetensors.safe_open(path, 'np')
+      except FileNotFoundError:
+        raise config.Error(f'{path} is missing, though the index names it') from None
+      except (safetensors.SafetensorError, OSError) as error:
+        raise config.Error(f'{path} is not a readable safetensors file: {error}') from None
+    return self._open[name]
+
+
+def _bytes(path, tensor):
+  """The bytes of a tensor whose dtype the safetensors library does not give to numpy."""
+  with open(path, 'rb') as file:
+    size = int.from_bytes(file.read(8), 'little')
+    begin, end = json.loads(file.read(size))[tensor]['data_offsets']
+    return np.fromfile(file, np.uint8, end - begin, offset=begin)
+
+
+def _weight_files(directory):
+  """Names of the safetensors files: those of the index, or the only one."""
+  found = sorted(os.listdir(directory))
+  whole, index = 'model.safetensors', os.path.join(directory, 'model.safetensors.index.json')
+  if os.path.exists(index):
+    weights = json_file.read(index).get('weight_map')
+    if not isinstance(weights, dict) or not weights:
+      raise config.Error(f'{index} is not an index of weights: it has no weight_map')
+    for tensor, name in weights.items():
+      if not isinstance(name, str) or name in ('', '.', '..') or re.search(r'[/\\\0]', name):
+        raise config.Error(f'{index}: {tensor} is in {name!r}, which is not the name of a file beside it')
+    names = sorted(set(weights.values()))
+    if whole in found and whole not in names:
+      raise config.Error(f'{directory} holds both {whole} and {os.path.basename(index)}, which names other files')
+    return names
+  if whole in found:
+    return [whole]
+  if several := [name for name in found if name.endswith('.safetensors')]:
+    raise config.Error(f'{directory} holds {", ".join(several[:3])} but neither model.safetensors nor an index of them')
+  if pickles := [name for name in found if name.endswith(('.bin', '.pt', '.pth', '.ckpt'))]:
+    raise config.Error(
+      f'{directory} holds weights as {pickles[0]}, a pickle, which can run any code and is not read; '
+      'save them as safetensors'
+    )
+  raise config.Error(f'{directory} holds no safetensors')
