@@ -52,7 +52,7 @@ def kind(directory) -> str:
   weights = any(name.endswith(('.safetensors', '.safetensors.index.json', '.bin')) for name in os.listdir(directory))
   marks = {
     'native': here(MANIFEST),
-    'run': here('config.txt') and here(CHECKPOINTS),
+    'run': here('config.txt') and (here(CHECKPOINTS) or here('metrics.jsonl')),
     'hf': here('config.json') and weights,
   }
   found = [name for name, there in marks.items() if there]
@@ -118,8 +118,14 @@ def save(directory, card, model, tokenizer_dir=None):
 
 
 def resolve(directory) -> str:
-  """The native checkpoint that a directory means: itself, or a run's newest."""
+  """The native checkpoint that a directory means: itself, or a run's newest whole one, see `remarks`.
+
+  Raises:
+    config.Error: a step of a run is incomplete or was changed, or a run has no whole one.
+  """
   if kind(directory) != 'run':
+    if os.path.exists(os.path.join(directory, COMMIT)) and not committed(directory):
+      raise config.Error(f'{directory} is incomplete or changed: not all files have the sizes that {COMMIT} names')
     return directory
   steps = finished_steps(directory)
   if not steps:
@@ -127,9 +133,23 @@ def resolve(directory) -> str:
   return os.path.join(directory, CHECKPOINTS, str(steps[-1]))
 
 
+def remarks(directory) -> list[str]:
+  """What a reader should know about a run: checkpoints newer than the one that is taken, which are not whole."""
+  if kind(directory) != 'run':
+    return []
+  if not (taken := finished_steps(directory)[-1:]):
+    return []
+  root = os.path.join(directory, CHECKPOINTS)
+  newer = sorted(int(n) for n in os.listdir(root) if n.isdecimal() and int(n) > taken[0])
+  text = f'is incomplete or changed and is not used; step {taken[0]} is taken'
+  return [f'{os.path.join(root, str(n))} {text}' for n in newer]
+
+
 def finished_steps(run) -> list[int]:
   """Steps of a run's finished checkpoints, ascending."""
   root = os.path.join(run, CHECKPOINTS)
+  if not os.path.isdir(root):  # nothing was saved yet
+    return []
   return sorted(int(n) for n in os.listdir(root) if n.isdecimal() and committed(os.path.join(root, n)))
 
 

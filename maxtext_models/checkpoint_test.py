@@ -220,6 +220,12 @@ def test_kind_is_read_from_marks(saved, tmp_path):
   assert checkpoint.kind(run) == 'run'
   with pytest.raises(config.Error, match='run without a finished checkpoint'):
     checkpoint.load(run)
+  young = tmp_path / 'young'
+  young.mkdir()
+  (young / 'config.txt').write_text('')
+  (young / 'metrics.jsonl').write_text('')
+  with pytest.raises(config.Error, match='young is a run without a finished checkpoint'):
+    checkpoint.load(young)
   (tmp_path / 'nothing').mkdir()
   with pytest.raises(config.Error, match='is no checkpoint: neither'):
     checkpoint.kind(tmp_path / 'nothing')
@@ -251,6 +257,12 @@ def test_a_run_means_its_newest_finished_checkpoint(saved, tmp_path):
   (run / 'checkpoints/10/train.json').write_text('{"step": 10, "learning_rate": 0.5, "other": [1]}')
   assert checkpoint.resolve(run) == str(run / 'checkpoints/10')
   assert checkpoint.finished_steps(run) == [4, 10]
+  said = checkpoint.remarks(run)
+  assert [line.split(' is ')[0] for line in said] == [str(run / 'checkpoints' / step) for step in ('11', '12', '13')]
+  assert all(line.endswith('is incomplete or changed and is not used; step 10 is taken') for line in said)
+  assert checkpoint.remarks(saved) == []
+  with pytest.raises(config.Error, match=r'checkpoints/12 is incomplete or changed: not all files have the sizes'):
+    checkpoint.load(run / 'checkpoints/12')
   assert checkpoint.load(run)[0] == card_of(12)
   assert checkpoint.tokenizer_files(run) == str(run / 'tokenizer')
   assert checkpoint.tokenizer_files(run / 'checkpoints/10') == str(run / 'tokenizer')

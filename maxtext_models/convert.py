@@ -37,6 +37,8 @@ def main(args):
   family = 'hf' if kind == 'hf' else 'native'
   if _FORMAT.value not in ('auto', family):
     raise config.Error(f'--source_format={_FORMAT.value}, but {source} is marked as {kind}')
+  for line in checkpoint.remarks(source):
+    print(line)
   if _INSPECT.value:
     for name, value in checkpoint.describe(source).items():
       print(f'{name:<16} {_words(value)}')

@@ -42,6 +42,8 @@ def main(args):
     raise config.Error(f'--logits={_LOGITS.value}: there is no directory {os.path.dirname(out)}')
   tokens = scoring.read_tokens(_TOKENS.value)
   checked = scoring.check_tokens(tokens, checkpoint.read_card(_CHECKPOINT.value).vocab, _TOKENS.value)
+  for line in checkpoint.remarks(_CHECKPOINT.value):
+    print(line)
   started = time.monotonic()
   card, model = checkpoint.load(_CHECKPOINT.value, dtype=_DTYPE.value)
   score = scoring.scorer(model)

@@ -66,6 +66,8 @@ def main(args):
       reference = lambda row: theirs(tokens[row])
   missed = False
   for name, directory in subjects.items():
+    for line in checkpoint.remarks(directory):
+      print(line)
     other, model = checkpoint.load(directory, dtype='float32')
     if other.vocab != card.vocab:
       raise config.Error(f'--{name}={directory} has a vocabulary of {other.vocab}, --hf one of {card.vocab}')
