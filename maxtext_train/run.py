@@ -100,6 +100,8 @@ class Pretrain:
 
   def check(self) -> None:
     """Raises config.Error naming the field."""
+    if not self.name or self.name.startswith('.') or '/' in self.name or '\0' in self.name:
+      raise config.Error(f'name={self.name!r} is no name of a folder; --workdir takes a path')
     for name in ('steps', 'batch', 'length', 'accumulate', 'log_every'):
       if getattr(self, name) < 1:
         raise config.Error(f'{name}={getattr(self, name)} is not positive')

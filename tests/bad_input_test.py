@@ -75,6 +75,8 @@ CASES = [
   ('--config.steps=0', 'steps=0 is not positive'),
   ('--config.dropout=1.5', 'dropout=1.5 lies outside'),
   ('--config=quickstart --config.data.source=random', "sample='def ', but data.source=random has no text"),
+  ('--config.name=../evil', r"name='\.\./evil' is no name of a folder; --workdir takes a path"),
+  ('--config.name=', "name='' is no name of a folder"),
   ('--config.sample=', 'sample is empty'),
   ('--config.dtype=float8', 'dtype.*float8'),
   ('--config.remat=som', "remat 'som'"),
