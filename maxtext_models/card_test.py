@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from maxtext_layers import config
+from maxtext_layers import mlp
 from maxtext_layers import rope
 from maxtext_models import card
 from maxtext_models import registry
@@ -144,6 +145,14 @@ def test_documented_defaults_hold_where_hugging_face_documents_them():
     ({**BASE, 'model_type': ['llama']}, "model_type=['llama'] is not supported"),
     ({**BASE, 'model_type': 'lama'}, "model_type='lama' is not supported; did you mean 'llama'"),
     ({**BASE, 'architectures': ['LlamaForSequenceClassification']}, 'LlamaForSequenceClassification'),
+    ({**BASE, 'architectures': 1}, 'architectures=1 is not supported'),
+    ({**BASE, 'architectures': [['LlamaForCausalLM']]}, "architectures=[['LlamaForCausalLM']] is not supported"),
+    ({**BASE, 'text_config': [BASE]}, 'is not an object'),
+    ({**BASE, 'tie_word_embeddings': 'false'}, "tie_word_embeddings='false' is not true or false"),
+    ({**BASE, 'text_config': {'tie_word_embeddings': 1}}, 'tie_word_embeddings=1 is not true or false'),
+    ({**BASE, 'rope_theta': float('inf')}, 'rope_theta=inf is not finite'),
+    ({**BASE, 'rope_theta': float('nan')}, 'rope_theta=nan is not finite'),
+    ({**QWEN3, 'layer_types': 2}, 'layer_types=2 is not a list'),
     (without(BASE, 'model_type'), 'lacks model_type'),
   ],
 )
@@ -152,6 +161,40 @@ def test_what_is_not_supported_is_named(source, said):
     registry.card_from_hf(source)
   assert said in str(error.value)
   assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  'name, change, said',
+  [
+    ('llama4-17b-16e', {'layer_types': 4}, 'layer_types=4 is not a list'),
+    ('llama4-17b-16e', {'layer_types': {'0': 'full_attention'}}, "layer_types={'0': 'full_attention'} is not a list"),
+    ('llama4-17b-16e', {'layer_types': ['chunked_attention']}, 'layer_types[1]=None does not go with no_rope_layers'),
+    ('llama4-17b-16e', {'moe_layers': 'all'}, "moe_layers='all' is not a list"),
+    ('llama4-17b-16e', {'no_rope_layers': 4}, 'no_rope_layers=4 is not a list'),
+    ('qwen3-next-80b-a3b', {'layer_types': 1}, 'layer_types=1 is not a list'),
+    ('qwen3-next-80b-a3b', {'partial_rotary_factor': 'quarter'}, "partial_rotary_factor='quarter' is not a number"),
+    (
+      'qwen3-next-80b-a3b',
+      {'rope_parameters': {'rope_theta': 1e7, 'partial_rotary_factor': [0.25]}},
+      'partial_rotary_factor=[0.25] is not a number',
+    ),
+    ('qwen3-30b-a3b', {'mlp_only_layers': 3}, 'mlp_only_layers=3 is not a list'),
+    ('gpt-oss-20b', {'layer_types': 'full_attention'}, "layer_types='full_attention' is not a list"),
+  ],
+)
+def test_fields_of_another_type_are_named(name, change, said):
+  with pytest.raises(config.Error) as error:
+    registry.card_from_hf(registry.card(name).hf_config() | change)
+  assert said in str(error.value)
+  assert '\n' not in str(error.value)
+
+
+def test_an_empty_list_of_llama4_says_nothing_or_no_layer():
+  """As transformers reads them: without no_rope_layers the interval counts; without moe_layers no layer has experts."""
+  source = registry.card('llama4-17b-16e').hf_config()
+  assert registry.card_from_hf(source | {'no_rope_layers': []}).whole_every == 4
+  bare = registry.card_from_hf(source | {'moe_layers': []})
+  assert {type(spec.ffn) for spec in bare.blocks()} == {mlp.Spec}
 
 
 def test_qwen3_ignores_a_window_that_is_switched_off():

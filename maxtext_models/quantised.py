@@ -44,13 +44,13 @@ def method(source: dict[str, Any]) -> Callable[..., dict[str, Made]] | None:
   settings = source.get(FIELD)
   if not settings:
     return None
-  if not isinstance(settings, dict) or settings.get('quant_method') not in METHODS:
-    named = settings.get('quant_method') if isinstance(settings, dict) else settings
+  named = settings.get('quant_method') if isinstance(settings, dict) else settings
+  if not isinstance(settings, dict) or not isinstance(named, str) or named not in METHODS:
     raise config.Error(
       f'config.json: {FIELD}.quant_method={named!r} is not supported{config.nearest(str(named), METHODS)}; '
       f'known: {", ".join(METHODS)}'
     )
-  return METHODS[settings['quant_method']](settings)
+  return METHODS[named](settings)
 
 
 def name(source: dict[str, Any]) -> str:
@@ -105,7 +105,8 @@ def compressed_tensors(settings: dict[str, Any]) -> Callable[..., dict[str, Made
     raise config.Error(f'config.json: {FIELD}.config_groups of another number than one is not supported')
   where = 'config_groups.weights.'
   _only(one, 'input_activations', None, where='config_groups.')
-  weights = one.get('weights') or {}
+  if not isinstance(weights := one.get('weights') or {}, dict):
+    raise config.Error(f'config.json: {FIELD}.config_groups.weights={weights!r} is not an object')
   _only(weights, 'type', 'int', where=where)
   _only(weights, 'symmetric', True, where=where)
   _only(weights, 'actorder', None, where=where)

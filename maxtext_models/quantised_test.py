@@ -153,6 +153,11 @@ def changed(settings, **fields):
   [
     ({'quant_method': 'fp9'}, "quantization_config.quant_method='fp9' is not supported; did you mean 'fp8'"),
     ('fp8', "quantization_config.quant_method='fp8' is not supported"),
+    ({'quant_method': ['fp8']}, "quantization_config.quant_method=['fp8'] is not supported"),
+    (
+      INT4 | {'config_groups': {'group_0': {'weights': 4}}},
+      'quantization_config.config_groups.weights=4 is not an object',
+    ),
     (FP8 | {'weight_block_size': None}, 'quantization_config.weight_block_size=None is not supported'),
     (FP8 | {'fmt': 'e5m2'}, "quantization_config.fmt='e5m2' is not supported"),
     (INT4 | {'format': 'marlin'}, "quantization_config.format='marlin' is not supported; known: 'pack-quantized'"),

@@ -95,7 +95,7 @@ def from_hf(source):
     kv_heads=fields.need('num_key_value_heads', int),
     head_dim=fields.need('head_dim', int),
   )
-  kinds = source.get('layer_types')
+  kinds = fields.get('layer_types', None, list)
   if kinds is not None and kinds != _layer_types(numbers['layers']):
     raise config.Error("config.json: layer_types is not 'sliding_attention', 'full_attention', and so on by turns")
   del numbers['activation']

@@ -124,9 +124,11 @@ def from_hf(source):
   fields.only('hidden_act', 'silu')
   layers, heads = fields.need('num_hidden_layers', int), fields.need('num_attention_heads', int)
   chunk = fields.get('attention_chunk_size', 8192, int) if source.get('attention_chunk_size', 8192) else None
-  whole_every = _every(fields, 'no_rope_layers', layers, _turns, fields.get('no_rope_layer_interval', 4, int))
+  turns = fields.get('no_rope_layers', None, list) or None  # an empty list says nothing, either
+  whole_every = _every('no_rope_layers', turns, layers, _turns, fields.get('no_rope_layer_interval', 4, int))
+  routed = fields.get('moe_layers', None, list)
   kinds = _kinds(_turns(layers, whole_every), chunk)
-  given = fields.get('layer_types', kinds)
+  given = fields.get('layer_types', kinds, list)
   if wrong := [i for i, kind in enumerate(kinds) if i >= len(given) or given[i] != kind]:
     found = given[wrong[0]] if wrong[0] < len(given) else None
     raise config.Error(f'config.json: layer_types[{wrong[0]}]={found!r} does not go with no_rope_layers')
@@ -147,7 +149,7 @@ def from_hf(source):
     tied=fields.tied(),
     experts=fields.need('num_local_experts', int),
     top_k=fields.get('num_experts_per_tok', 1, int),
-    routed_every=_every(fields, 'moe_layers', layers, _routed, fields.get('interleave_moe_layer_step', 1, int)),
+    routed_every=_every('moe_layers', routed, layers, _routed, fields.get('interleave_moe_layer_step', 1, int)),
     whole_every=whole_every,
     chunk=chunk,
     qk_norm=fields.get('use_qk_norm', True, bool),
@@ -173,10 +175,9 @@ def _kinds(turns, chunk):
   return ['chunked_attention' if turn and chunk else 'full_attention' for turn in turns]
 
 
-def _every(fields, name, layers, rule, default):
-  """The period that makes `rule` say what the field says; an empty or absent list says `default`."""
-  given = fields.get(name, None)
-  if given is None or (name == 'no_rope_layers' and not given):
+def _every(name, given, layers, rule, default):
+  """The period that makes `rule` say what the field `name` does; `default` where that is absent."""
+  if given is None:
     return default
   for every in (default, *range(1, layers + 2)):
     if rule(layers, every) == given:

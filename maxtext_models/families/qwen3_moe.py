@@ -72,8 +72,8 @@ def from_hf(source):
   """config.json -> Qwen3Moe."""
   fields = card.Fields(source)
   slides = fields.get('use_sliding_window', False, bool)  # if not, sliding_window says nothing
-  dense_layers = fields.get('mlp_only_layers', [])
-  if not isinstance(dense_layers, list) or not all(isinstance(i, int) for i in dense_layers):
+  dense_layers = fields.get('mlp_only_layers', [], list)
+  if not all(isinstance(i, int) for i in dense_layers):
     raise config.Error(f'config.json: mlp_only_layers={dense_layers!r} is not a list of whole numbers')
   return Qwen3Moe(
     **llama.dense(

@@ -213,12 +213,13 @@ def expert_fields(c):
 
 def _turning(source):
   """(theta, scaling, share of a head that turns) of a config.json."""
-  shares = {'partial_rotary_factor': source.get('partial_rotary_factor')}
+  share = lambda form: card.Fields(form).get('partial_rotary_factor', None, float)
+  shares = {'partial_rotary_factor': share(source)}
   forms = {}
   for where in ('rope_parameters', 'rope_scaling'):
     form = source.get(where)
     if isinstance(form, dict):
-      shares[f'{where}.partial_rotary_factor'] = form.get('partial_rotary_factor')
+      shares[f'{where}.partial_rotary_factor'] = share(form)
       # how positions of images are mixed: text has the same position three times over
       form = {k: v for k, v in form.items() if k not in ('partial_rotary_factor', 'mrope_section', 'mrope_interleaved')}
     forms[where] = form
@@ -231,8 +232,8 @@ def _turning(source):
 
 def _full_every(source, layers):
   """Every how manyth layer is attention."""
-  every = card.Fields(source).get('full_attention_interval', 4, int)
-  kinds = source.get('layer_types')
+  fields = card.Fields(source)
+  every, kinds = fields.get('full_attention_interval', 4, int), fields.get('layer_types', None, list)
   if kinds is None:
     return every
   for kind in kinds:
