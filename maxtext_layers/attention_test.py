@@ -16,6 +16,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 PLAIN = attention.Spec(4, 2, 8, rope.Spec(8, 10000.0))
 MIXERS = {
@@ -34,27 +35,9 @@ MIXERS = {
 }
 
 
-def randomised(module, seed=1):
-  """Every parameter random, none at its first value."""
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.4 + (a.ndim == 1)) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
 def build(mixer, layers=2, scan=True):
   spec = block.Spec(mixer, mlp.Spec(24), norm.Spec())
-  return randomised(stack.Stack([spec] * layers, 16, rngs=nnx.Rngs(0), scan=scan))
-
-
-@jax.jit
-def run(model, x, caches=None, start=0, positions=None):
-  return model(x, block.Context(positions, start=start), caches)[:2]
-
-
-def whole(model, x):
-  return run(model, x)[0]
+  return layer_cases.randomised(stack.Stack([spec] * layers, 16, rngs=nnx.Rngs(0), scan=scan))
 
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 12, 16), np.float32))
@@ -65,18 +48,7 @@ def test_decode_parity(name, scan):
   """A full forward pass equals a prefill of 7 and 5 steps of one token."""
   mixer = MIXERS[name]
   model = build(mixer, scan=scan)
-  y, caches = prefill(model, X[:, :7], 15)
-  parts = [y]
-  for t in range(7, 12):
-    y, caches = run(model, X[:, t : t + 1], caches, jnp.int32(t))
-    parts.append(y)
-  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole(model, X), atol=2e-5)
-
-
-def prefill(model, x, length, positions=None):
-  """At the number 0, which the layer sees and takes for a fresh start."""
-  f = jax.jit(lambda m, x, p: m(x, block.Context(p), m.caches(x.shape[0], length))[:2])
-  return f(model, x, positions)
+  np.testing.assert_allclose(layer_cases.decoded(model, X, 7, length=15), layer_cases.whole(model, X), atol=2e-5)
 
 
 REMEMBER = ['plain', 'window', 'sinks and biases', 'chunk', 'temperature']
@@ -86,27 +58,17 @@ REMEMBER = ['plain', 'window', 'sinks and biases', 'chunk', 'temperature']
 def test_prefill_in_pieces(name):
   """A prompt written in two calls: the second starts behind the first and reads what it left."""
   model = build(MIXERS[name])
-  y, caches = prefill(model, X[:, :5], 12)
-  z, _ = run(model, X[:, 5:], caches, jnp.int32(5))
-  np.testing.assert_allclose(jnp.concatenate([y, z], 1), whole(model, X), atol=2e-5)
+  y, caches = layer_cases.prefill(model, X[:, :5], 12)
+  z, _ = layer_cases.run(model, X[:, 5:], caches, jnp.int32(5))
+  np.testing.assert_allclose(jnp.concatenate([y, z], 1), layer_cases.whole(model, X), atol=2e-5)
 
 
 @pytest.mark.parametrize('name', REMEMBER)
 def test_ragged_prompts_padded_left(name):
   """B3: prompts of 7 and 4 tokens in one batch, the second padded by 3 on the left: each decodes as if alone."""
   model = build(MIXERS[name])
-  pad = jnp.asarray([0, 3])
-  rows = jnp.stack([X[0, :7], jnp.concatenate([jnp.full((3, 16), 50.0), X[1, :4]])])
-  place = lambda slots: slots - pad[:, None]
-  y, caches = prefill(model, rows, 12, place(jnp.arange(7)))
-  out = [[y[0]], [y[1, 3:]]]
-  for i in range(3):
-    step = jnp.stack([X[0, 7 + i], X[1, 4 + i]])[:, None]
-    y, caches = run(model, step, caches, jnp.int32(7 + i), place(jnp.asarray([7 + i])))
-    for row in (0, 1):
-      out[row].append(y[row])
-  np.testing.assert_allclose(jnp.concatenate(out[0]), whole(model, X[:1, :10])[0], atol=2e-5)
-  np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
+  for row, y in enumerate(layer_cases.ragged(model, X, (7, 4), 3)):
+    np.testing.assert_allclose(y, layer_cases.whole(model, X[row : row + 1, : len(y)])[0], atol=2e-5)
 
 
 @pytest.mark.parametrize('name', ['window', 'chunk', 'temperature'])
@@ -114,15 +76,15 @@ def test_ragged_prompts_padded_right(name):
   """The same with one start a row: padding on the right is overwritten by the next tokens before anyone sees it."""
   model = build(MIXERS[name])
   rows = jnp.stack([X[0, :7], jnp.concatenate([X[1, :4], jnp.full((3, 16), 50.0)])])
-  y, caches = prefill(model, rows, 12)
+  y, caches = layer_cases.prefill(model, rows, 12)
   out, lengths = [[y[0]], [y[1, :4]]], jnp.asarray([7, 4])
   for i in range(3):
     step = jnp.stack([X[0, 7 + i], X[1, 4 + i]])[:, None]
-    y, caches = run(model, step, caches, lengths + i)
+    y, caches = layer_cases.run(model, step, caches, lengths + i)
     for row in (0, 1):
       out[row].append(y[row])
-  np.testing.assert_allclose(jnp.concatenate(out[0]), whole(model, X[:1, :10])[0], atol=2e-5)
-  np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
+  np.testing.assert_allclose(jnp.concatenate(out[0]), layer_cases.whole(model, X[:1, :10])[0], atol=2e-5)
+  np.testing.assert_allclose(jnp.concatenate(out[1]), layer_cases.whole(model, X[1:, :7])[0], atol=2e-5)
 
 
 @pytest.mark.parametrize('name', ['plain', 'chunk', 'temperature'])
@@ -135,8 +97,8 @@ def test_packed_rows_equal_rows_of_their_own(name):
   names = lambda *lengths: jnp.asarray([[d + 1 for d, n in enumerate(lengths) for _ in range(n)]])
   x = X[:1]
   packed = run(x, count(5, 7), names(5, 7))
-  np.testing.assert_allclose(packed[:, 5:], whole(model, x[:, 5:]), atol=2e-5)
-  np.testing.assert_allclose(packed[:, :5], whole(model, x[:, :5]), atol=2e-5)
+  np.testing.assert_allclose(packed[:, 5:], layer_cases.whole(model, x[:, 5:]), atol=2e-5)
+  np.testing.assert_allclose(packed[:, :5], layer_cases.whole(model, x[:, :5]), atol=2e-5)
   assert (run(x.at[:, :5].add(1), count(5, 7), names(5, 7))[:, 5:] == packed[:, 5:]).all()
   shifted = run(jnp.concatenate([x[:, 3:5], x[:, 5:], x[:, :3]], 1), count(2, 7, 3), names(2, 7, 3))
   np.testing.assert_allclose(shifted[:, 2:9], packed[:, 5:], atol=2e-5)
@@ -145,7 +107,7 @@ def test_packed_rows_equal_rows_of_their_own(name):
 def test_norms_come_before_the_rotation():
   """A7: with random norm weights the order shows; ours is norm, then rotation, written out here."""
   spec = dataclasses.replace(PLAIN, heads=2, kv_heads=2, qk_norm=norm.Spec(1e-6))
-  layer = randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+  layer = layer_cases.randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
   table = rope.table(spec.rope, np.arange(12)[None])
   context = block.Context(tables={spec.rope: table}, kernel='xla')
   w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in ('q', 'k', 'v', 'o', 'q_norm', 'k_norm')}
@@ -173,7 +135,7 @@ def test_norms_come_before_the_rotation():
 def test_the_gate_multiplies_what_heads_say():
   """Element by element, before the output map; the rotation leaves the rest of a head alone."""
   spec = dataclasses.replace(PLAIN, gate=True, rope=rope.Spec(8, 10000.0, rotary=4), bias=('gate',))
-  layer = randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+  layer = layer_cases.randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
   table = rope.table(spec.rope, np.arange(12)[None])
   w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in ('q', 'k', 'v', 'o', 'gate')}
   x = np.asarray(X, np.float64)
@@ -200,7 +162,7 @@ def test_what_stands_between_rotation_and_scores():
   position's: written out here in float64."""
   turned = dataclasses.replace(MIXERS['norm after the rotation'], chunk=5)
   for spec in (turned, MIXERS['temperature']):
-    layer = randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+    layer = layer_cases.randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
     tables = {spec.rope: rope.table(spec.rope, np.arange(12)[None])} if spec.rope else {}
     w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in 'qkvo'}
     q, k, v = (np.einsum('BTD,DNH->BNTH', np.asarray(X, np.float64), w[n]) for n in 'qkv')

@@ -16,6 +16,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 EPS, ROTARY, N, H = 1e-5, 4, 4, 6
 WINDOW = compressed.Spec(
@@ -26,14 +27,6 @@ LIGHT = dataclasses.replace(WINDOW, compress=compressed.Compress(3, overlap=True
 SPECS = {'window': WINDOW, 'heavy': HEAVY, 'light': LIGHT}
 D, T = 10, 70  # more tokens than a block of queries
 X = np.random.default_rng(0).standard_normal((2, T, D))
-
-
-def randomised(module, seed=1):
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape) * 0.5 + (a.ndim == 1), jnp.float32) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
 def call(layer, x, **context):
@@ -105,7 +98,7 @@ def twin(layer, x):
 
 @pytest.fixture(name='layers', scope='module')
 def _layers():
-  return {name: randomised(spec.build(D, nnx.Rngs(0))) for name, spec in SPECS.items()}
+  return {name: layer_cases.randomised(spec.build(D, nnx.Rngs(0))) for name, spec in SPECS.items()}
 
 
 @pytest.mark.parametrize('name', SPECS)
@@ -137,57 +130,23 @@ def test_padding_on_the_right_changes_nothing(layers):
 @pytest.fixture(name='models', scope='module')
 def _models():
   build = lambda spec: stack.Stack([block.Spec(spec, mlp.Spec(9), norm.Spec())] * 2, D, rngs=nnx.Rngs(0), scan=True)
-  return {name: randomised(build(spec)) for name, spec in SPECS.items()}
-
-
-@jax.jit
-def run(model, x, caches=None, start=0, positions=None):
-  return model(x, block.Context(positions, start=start), caches)[:2]
-
-
-@jax.jit
-def prefill(model, x, positions=None):
-  return model(x, block.Context(positions), model.caches(x.shape[0], 24))[:2]
+  return {name: layer_cases.randomised(build(spec)) for name, spec in SPECS.items()}
 
 
 @pytest.mark.parametrize('name', SPECS)
 def test_decode_equals_the_whole(models, name):
   """A prompt of 8 in one call, of 6 in another, then a token at a time, across windows and stretches."""
   model, x = models[name], jnp.asarray(X[:, :24], jnp.float32)
-  whole, _ = run(model, x)
-  y, caches = prefill(model, x[:, :8])
-  parts = [y]
-  y, caches = run(model, x[:, 8:14], caches, jnp.int32(8))
-  parts.append(y)
-  for t in range(14, 24):
-    y, caches = run(model, x[:, t : t + 1], caches, jnp.int32(t))
-    parts.append(y)
-  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-4)
+  np.testing.assert_allclose(layer_cases.decoded(model, x, 8, 14), layer_cases.whole(model, x), atol=1e-4)
 
 
 @pytest.mark.parametrize('name', SPECS)
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_ragged_prompts(models, name, side):
   """B3: prompts of 10 and 6 tokens in one batch; padding on either side is said by negative positions."""
-  model, x, lengths = models[name], jnp.asarray(X[:, :17], jnp.float32), np.array([10, 6])
-  junk = jnp.full((4, D), 50.0)
-  if side == 'left':
-    rows, places = jnp.stack([x[0, :10], jnp.concatenate([junk, x[1, :6]])]), [[*range(10)], [*range(-4, 6)]]
-    begin, starts = 4, [jnp.int32(10 + i) for i in range(7)]
-  else:
-    rows, places = jnp.stack([x[0, :10], jnp.concatenate([x[1, :6], junk])]), [[*range(10)], [*range(6), *[-1] * 4]]
-    begin, starts = 0, [jnp.asarray(lengths + i) for i in range(7)]
-  y, caches = prefill(model, rows, jnp.asarray(places))
-  out = [[y[0]], [y[1, begin : begin + 6]]]
-  for i, start in enumerate(starts):
-    step = jnp.stack([x[0, 10 + i], x[1, 6 + i]])[:, None]
-    y, caches = run(model, step, caches, start, jnp.asarray(lengths + i)[:, None])
-    for row in (0, 1):
-      out[row].append(y[row])
-  for row in (0, 1):
-    np.testing.assert_allclose(
-      jnp.concatenate(out[row]), run(model, x[row : row + 1, : lengths[row] + 7])[0][0], atol=1e-4
-    )
+  model, x = models[name], jnp.asarray(X[:, :17], jnp.float32)
+  for row, y in enumerate(layer_cases.ragged(model, x, (10, 6), 7, side)):
+    np.testing.assert_allclose(y, layer_cases.whole(model, x[row : row + 1, : len(y)])[0], atol=1e-4)
 
 
 def test_memory_grows_by_entries_not_by_tokens():

@@ -15,6 +15,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 G, R, H, W, D = 2, 3, 6, 10, 16
 SPEC = delta.Spec(G, G * R, H, W, norm.Spec(1e-6))
@@ -22,18 +23,9 @@ RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((2, 150, D), np.float32))  # two chunks and a bit
 
 
-def randomised(module, seed=1):
-  """Every parameter random, none at its first value."""
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.4 + (a.shape == (W,))) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
 @pytest.fixture(name='layer', scope='module')
 def _layer():
-  return randomised(delta.DeltaNet(SPEC, D, rngs=nnx.Rngs(0)))
+  return layer_cases.randomised(delta.DeltaNet(SPEC, D, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
@@ -214,7 +206,7 @@ ATTENTION = attention.Spec(4, 2, 8, rope.Spec(8, 10000.0))
 def _model():
   """Two periods of a delta net and an attention layer."""
   blocks = [block.Spec(mixer, mlp.Spec(24), norm.Spec()) for mixer in (SPEC, ATTENTION)]
-  return randomised(stack.Stack(blocks * 2, D, rngs=nnx.Rngs(0), scan=True))
+  return layer_cases.randomised(stack.Stack(blocks * 2, D, rngs=nnx.Rngs(0), scan=True))
 
 
 forward = jax.jit(
@@ -230,12 +222,7 @@ def test_the_plan_is_one_segment(model):
 def test_decoding_equals_the_full_forward(model):
   """A prefill of 70 tokens, a second piece of 3, then one at a time; and a model that is not scanned says the same."""
   x = X[:, :80]
-  y, caches = prefill(model, x[:, :70], model.caches(2, 80))
-  parts = [y]
-  for begin, end in ((70, 73), *((t, t + 1) for t in range(73, 80))):
-    y, caches = forward(model, x[:, begin:end], caches, jnp.int32(begin))
-    parts.append(y)
-  np.testing.assert_allclose(jnp.concatenate(parts, 1), forward(model, x)[0], atol=5e-4)
+  np.testing.assert_allclose(layer_cases.decoded(model, x, 70, 73), layer_cases.whole(model, x), atol=5e-4)
 
 
 def test_a_row_that_begins_forgets_what_the_memory_held(model):
@@ -253,20 +240,5 @@ def test_a_row_that_begins_forgets_what_the_memory_held(model):
 def test_ragged_prompts(model, side):
   """B3: prompts of 70 and 66 tokens in one batch, the second padded by 4 with negative positions: each decodes as if
   alone, in what follows, too."""
-  pad = jnp.full((4, D), 50.0)
-  short = [pad, X[1, :66]] if side == 'left' else [X[1, :66], pad]
-  places = np.stack(
-    [np.arange(70), np.arange(70) - 4 if side == 'left' else np.where(np.arange(70) < 66, np.arange(70), -1)]
-  )
-  y, caches = prefill(model, jnp.stack([X[0, :70], jnp.concatenate(short)]), model.caches(2, 80), places)
-  out = [[y[0]], [y[1, 4:] if side == 'left' else y[1, :66]]]
-  for i in range(4):
-    tokens = jnp.stack([X[0, 70 + i], X[1, 66 + i]])[:, None]
-    if side == 'left':
-      y, caches = forward(model, tokens, caches, jnp.int32(70 + i), jnp.asarray([[70 + i], [66 + i]]))
-    else:
-      y, caches = forward(model, tokens, caches, jnp.asarray([70 + i, 66 + i]))
-    for row in (0, 1):
-      out[row].append(y[row])
-  for row, length in enumerate((74, 70)):
-    np.testing.assert_allclose(jnp.concatenate(out[row]), forward(model, X[row : row + 1, :length])[0][0], atol=5e-4)
+  for row, y in enumerate(layer_cases.ragged(model, X[:, :80], (70, 66), 4, side)):
+    np.testing.assert_allclose(y, layer_cases.whole(model, X[row : row + 1, : len(y)])[0], atol=5e-4)

@@ -18,6 +18,7 @@ from maxtext_layers import norm
 from maxtext_layers import residual
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 D, V = 6, 30
 HASHES = engram.hashes([1, 4], [20, 31], heads=2, ids=V, seed=3)
@@ -25,14 +26,6 @@ SPEC = engram.Spec(HASHES[4], d_model=D, head_dim=4, pad=2, canonical=tuple(np.a
 STREAMS = dataclasses.replace(SPEC, streams=2, bias=('key', 'value'), root=True)
 RNG = np.random.default_rng(0)
 TOKENS, X = RNG.integers(0, 40, (2, 17)), RNG.standard_normal((2, 17, 2, D))
-
-
-def randomised(module, seed=1):
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape) * 0.7 + (a.ndim == 1), jnp.float32) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
 def released(hash, grams):
@@ -106,7 +99,7 @@ def call(layer, x, tokens, **context):
 
 @pytest.fixture(name='layers', scope='module')
 def _layers():
-  return {spec: randomised(spec.build(D, nnx.Rngs(0))) for spec in (SPEC, STREAMS)}
+  return {spec: layer_cases.randomised(spec.build(D, nnx.Rngs(0)), scale=0.7) for spec in (SPEC, STREAMS)}
 
 
 def of(spec, x):
@@ -148,7 +141,7 @@ def _model():
     block.Spec(dataclasses.replace(STREAMS, hash=hash), None, residual.Spec(None)) for hash in HASHES.values()
   ]
   blocks = [memories[0], plain, plain, memories[1], plain]
-  return randomised(stack.Stack(blocks, D, rngs=nnx.Rngs(0), scan=True))
+  return layer_cases.randomised(stack.Stack(blocks, D, rngs=nnx.Rngs(0), scan=True), scale=0.7)
 
 
 INPUT = jnp.asarray(X[:, :, 0], jnp.float32)

@@ -14,19 +14,12 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 S, D = 3, 5
 FREE, MANIFOLD = hyper.Free(S), hyper.Manifold(S, iterations=4, eps=1e-3, norm_eps=1e-2)
 RNG = np.random.default_rng(0)
 X, Y = RNG.standard_normal((2, 4, S, D)), RNG.standard_normal((2, 4, D))
-
-
-def randomised(module, seed=1):
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape) * 0.5 + (a.ndim == 1), jnp.float32) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
 def weights(module):
@@ -65,7 +58,7 @@ def manifold_twin(w, h):
 
 @pytest.mark.parametrize('spec, twin', [(FREE, free_twin), (MANIFOLD, manifold_twin)], ids=['free', 'manifold'])
 def test_connection_equals_the_equations(spec, twin):
-  module = randomised(spec.build(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(spec.build(D, nnx.Rngs(0)))
 
   @jax.jit
   def run(x, y):
@@ -81,7 +74,7 @@ def test_connection_equals_the_equations(spec, twin):
 
 
 def test_collapse_reads_like_a_layer():
-  module = randomised(MANIFOLD.collapse(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(MANIFOLD.collapse(D, nnx.Rngs(0)))
   w = weights(module)
   got = module(jnp.asarray(X, jnp.float32))
   for at in np.ndindex(2, 4):
@@ -134,7 +127,7 @@ def test_manifold_connections_begin_close_to_plain_residual_paths():
 
 @pytest.mark.parametrize('spec', [FREE, MANIFOLD], ids=['free', 'manifold'])
 def test_scanned_equals_unrolled_and_decode_equals_the_whole(spec):
-  scanned = randomised(build(spec))
+  scanned = layer_cases.randomised(build(spec))
   whole, _ = run(scanned, INPUT)
   assert whole.shape == (2, 9, S, 6)
   single = build(spec, scan=False)
@@ -142,17 +135,12 @@ def test_scanned_equals_unrolled_and_decode_equals_the_whole(spec):
   for i, segment in enumerate(single.segments):
     nnx.update(segment.blocks[0], jax.tree.map(lambda a, i=i: a[i : i + 1], layers))
   np.testing.assert_allclose(run(single, INPUT)[0], whole, atol=1e-4)
-  y, caches = jax.jit(lambda m, x: m(x, block.Context(), m.caches(2, 9))[:2])(scanned, INPUT[:, :5])
-  parts = [y]
-  for t in range(5, 9):
-    y, caches = run(scanned, INPUT[:, t : t + 1], caches, jnp.int32(t))
-    parts.append(y)
-  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-4)
+  np.testing.assert_allclose(layer_cases.decoded(scanned, INPUT, 5), whole, atol=1e-4)
 
 
 def test_a_token_mixes_its_own_streams_only():
   """B6: nothing crosses from token to token, so packed rows are the mixers' affair alone."""
-  module = randomised(MANIFOLD.build(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(MANIFOLD.build(D, nnx.Rngs(0)))
   x = jnp.asarray(X, jnp.float32)
   h, add = module(x)
   h2, add2 = module(x.at[:, 2].add(1.0))

@@ -17,6 +17,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 PLAIN = mla.Spec(3, 12, nope_dim=8, value_dim=10, rope=rope.Spec(6, 10000.0, pairs='neighbours'))
 MIXERS = {
@@ -28,33 +29,9 @@ D = 16
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 12, D), np.float32))
 
 
-def randomised(module, seed=1):
-  """Every parameter random, none at its first value."""
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.4 + (a.ndim == 1)) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
 def build(mixer, scan=True):
   spec = block.Spec(mixer, mlp.Spec(24), norm.Spec())
-  return randomised(stack.Stack([spec] * 2, D, rngs=nnx.Rngs(0), scan=scan))
-
-
-@jax.jit
-def run(model, x, caches=None, start=0, positions=None):
-  return model(x, block.Context(positions, start=start), caches)[:2]
-
-
-def whole(model, x):
-  return run(model, x)[0]
-
-
-def prefill(model, x, length, positions=None):
-  """At the number 0, which the layer sees and takes for a fresh start."""
-  f = jax.jit(lambda m, x, p: m(x, block.Context(p), m.caches(x.shape[0], length))[:2])
-  return f(model, x, positions)
+  return layer_cases.randomised(stack.Stack([spec] * 2, D, rngs=nnx.Rngs(0), scan=scan))
 
 
 def twin(module, x):
@@ -91,7 +68,7 @@ def twin(module, x):
 @pytest.mark.parametrize('name', MIXERS)
 def test_the_equations_of_the_paper(name):
   spec = MIXERS[name]
-  module = randomised(spec.build(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(spec.build(D, nnx.Rngs(0)))
   context = block.Context(tables={spec.rope: rope.table(spec.rope, np.arange(12)[None])}, kernel='chunked')
   y, _, aux = module(X, context)
   assert not aux
@@ -102,45 +79,31 @@ def test_the_equations_of_the_paper(name):
 def test_decode_parity(name, scan):
   """Expanded as a whole == expanded prefill of 7 and 5 absorbed steps of one token."""
   model = build(MIXERS[name], scan)
-  y, caches = prefill(model, X[:, :7], 15)
+  caches = model.caches(2, 15)
   assert [a.shape[-3:] for a in jax.tree.leaves(caches)][:2] == [(1, 15, 12), (1, 15, 6)]
-  parts = [y]
-  for t in range(7, 12):
-    y, caches = run(model, X[:, t : t + 1], caches, jnp.int32(t))
-    parts.append(y)
-  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole(model, X), atol=2e-5)
+  np.testing.assert_allclose(layer_cases.decoded(model, X, 7, length=15), layer_cases.whole(model, X), atol=2e-5)
 
 
 def test_absorbed_from_the_first_token_on():
   """A start that is an array is not known to be 0: the whole prompt reads the memory, absorbed."""
   model = build(MIXERS['queries through a latent'])
-  y, _ = run(model, X, model.caches(2, 12), jnp.int32(0))
-  np.testing.assert_allclose(y, whole(model, X), atol=2e-5)
+  y, _ = layer_cases.run(model, X, model.caches(2, 12), jnp.int32(0))
+  np.testing.assert_allclose(y, layer_cases.whole(model, X), atol=2e-5)
 
 
 def test_prefill_in_pieces():
   """A prompt written in two calls: the second starts behind the first and reads what it left."""
   model = build(PLAIN)
-  y, caches = prefill(model, X[:, :5], 12)
-  z, _ = run(model, X[:, 5:], caches, jnp.int32(5))
-  np.testing.assert_allclose(jnp.concatenate([y, z], 1), whole(model, X), atol=2e-5)
+  y, caches = layer_cases.prefill(model, X[:, :5], 12)
+  z, _ = layer_cases.run(model, X[:, 5:], caches, jnp.int32(5))
+  np.testing.assert_allclose(jnp.concatenate([y, z], 1), layer_cases.whole(model, X), atol=2e-5)
 
 
 def test_ragged_prompts_padded_left():
   """B3: prompts of 7 and 4 tokens in one batch, the second padded by 3 on the left: each decodes as if alone."""
   model = build(MIXERS['queries through a latent'])
-  pad = jnp.asarray([0, 3])
-  rows = jnp.stack([X[0, :7], jnp.concatenate([jnp.full((3, D), 50.0), X[1, :4]])])
-  place = lambda slots: slots - pad[:, None]
-  y, caches = prefill(model, rows, 12, place(jnp.arange(7)))
-  out = [[y[0]], [y[1, 3:]]]
-  for i in range(3):
-    step = jnp.stack([X[0, 7 + i], X[1, 4 + i]])[:, None]
-    y, caches = run(model, step, caches, jnp.int32(7 + i), place(jnp.asarray([7 + i])))
-    for row in (0, 1):
-      out[row].append(y[row])
-  np.testing.assert_allclose(jnp.concatenate(out[0]), whole(model, X[:1, :10])[0], atol=2e-5)
-  np.testing.assert_allclose(jnp.concatenate(out[1]), whole(model, X[1:, :7])[0], atol=2e-5)
+  for row, y in enumerate(layer_cases.ragged(model, X, (7, 4), 3)):
+    np.testing.assert_allclose(y, layer_cases.whole(model, X[row : row + 1, : len(y)])[0], atol=2e-5)
 
 
 def test_packed_documents_do_not_see_each_other():
@@ -154,8 +117,8 @@ def test_packed_documents_do_not_see_each_other():
     return model(x, block.Context(positions, segments))[0]
 
   y = packed(model, X)
-  np.testing.assert_allclose(y[:, :5], whole(model, X[:, :5]), atol=2e-5)
-  np.testing.assert_allclose(y[:, 5:9], whole(model, X[:, 5:9]), atol=2e-5)
+  np.testing.assert_allclose(y[:, :5], layer_cases.whole(model, X[:, :5]), atol=2e-5)
+  np.testing.assert_allclose(y[:, 5:9], layer_cases.whole(model, X[:, 5:9]), atol=2e-5)
   gradients = jax.grad(lambda x: (packed(model, x) ** 2).sum())(X)
   assert np.isfinite(y).all() and np.isfinite(gradients).all()
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_layers import config
 from maxtext_layers import rope
 
 
@@ -136,3 +137,18 @@ def test_sharpness_of_scores():
   of = lambda scaling: rope.sharpness(rope.Spec(64, 1e4, scaling))
   assert of(rope.Yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)) == pytest.approx(1.2608038**2, rel=1e-6)
   assert of(rope.Yarn(40.0, 4096)) == of(None) == 1.0
+
+
+@pytest.mark.parametrize(
+  'wrong, said',
+  [
+    (dict(theta=1.0), 'theta=1.0 is no base'),  # YaRN divides by its logarithm
+    (dict(theta=math.nan), 'theta=nan is no base'),
+    (dict(theta=math.inf), 'theta=inf is no base'),
+    (dict(pairs='neighbors'), "pairs='neighbors' is none of halves, neighbours; did you mean 'neighbours'"),
+  ],
+)
+def test_specs_that_make_no_sense(wrong, said):
+  with pytest.raises(config.Error) as error:
+    rope.Spec(**{'head_dim': 8, 'theta': 1e4} | wrong)
+  assert said in str(error.value)

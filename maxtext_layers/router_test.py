@@ -214,6 +214,8 @@ def test_the_gradient_of_a_balance_loss_reaches_the_router():
     (dict(score='softmin'), "score 'softmin'"),
     (dict(top_k=13), 'top_k=13'),
     (dict(groups=5), 'groups=5'),
+    (dict(groups=0), 'groups=0'),
+    (dict(groups=12, top_groups=6, group_score='top2'), 'groups=12 of experts=12 hold one each'),
     (dict(groups=12, top_groups=2), 'top_k=3 is more than'),
     (dict(group_score='mean'), "group_score 'mean'"),
   ],

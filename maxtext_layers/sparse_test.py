@@ -17,6 +17,7 @@ from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import sparse
 from maxtext_layers import stack
+from tests import layer_cases
 
 EPS = 1e-6
 LATENT = mla.Spec(
@@ -29,17 +30,9 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, T, D))
 
 
-def randomised(module, seed=1):
-  graph, state = nnx.split(module)
-  leaves, tree = jax.tree.flatten(state)
-  rng = np.random.default_rng(seed)
-  leaves = [jnp.asarray(rng.standard_normal(a.shape) * 0.5 + (a.ndim == 1), jnp.float32) for a in leaves]
-  return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
 @pytest.fixture(name='layer', scope='module')
 def _layer():
-  return randomised(sparse.Sparse(SPEC, D, rngs=nnx.Rngs(0)))
+  return layer_cases.randomised(sparse.Sparse(SPEC, D, rngs=nnx.Rngs(0)))
 
 
 def of_stage(layer, spec):
@@ -145,47 +138,20 @@ def _model():
   spec = block.Spec(
     dataclasses.replace(SPEC, index=dataclasses.replace(SPEC.index, loss=0.0)), mlp.Spec(9), norm.Spec()
   )
-  return randomised(stack.Stack([spec] * 2, D, rngs=nnx.Rngs(0), scan=True))
-
-
-@jax.jit
-def run(model, x, caches=None, start=0, positions=None):
-  return model(x, block.Context(positions, start=start), caches)[:2]
-
-
-@jax.jit
-def prefill(model, x, positions=None):
-  return model(x, block.Context(positions), model.caches(x.shape[0], 20))[:2]
+  return layer_cases.randomised(stack.Stack([spec] * 2, D, rngs=nnx.Rngs(0), scan=True))
 
 
 def test_decode_equals_the_whole(model):
   """A prompt of 7 in one call, of 4 in another, then a token at a time; each query chooses 5 of up to 16 keys."""
   x = jnp.asarray(X[:, :16], jnp.float32)
-  whole, _ = run(model, x)
-  y, caches = prefill(model, x[:, :7])
-  parts = [y]
-  y, caches = run(model, x[:, 7:11], caches, jnp.int32(7))
-  parts.append(y)
-  for t in range(11, 16):
-    y, caches = run(model, x[:, t : t + 1], caches, jnp.int32(t))
-    parts.append(y)
-  np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=3e-5)
+  np.testing.assert_allclose(layer_cases.decoded(model, x, 7, 11), layer_cases.whole(model, x), atol=3e-5)
 
 
 def test_ragged_prompts_padded_left(model):
   """B3: prompts of 9 and 6 tokens; padding is never chosen."""
-  x, pad = jnp.asarray(X[:, :12], jnp.float32), jnp.asarray([0, 3])
-  rows = jnp.stack([x[0, :9], jnp.concatenate([jnp.full((3, D), 50.0), x[1, :6]])])
-  place = lambda slots: slots - pad[:, None]
-  y, caches = prefill(model, rows, place(jnp.arange(9)))
-  out = [[y[0]], [y[1, 3:]]]
-  for i in range(3):
-    step = jnp.stack([x[0, 9 + i], x[1, 6 + i]])[:, None]
-    y, caches = run(model, step, caches, jnp.int32(9 + i), place(jnp.asarray([9 + i])))
-    for row in (0, 1):
-      out[row].append(y[row])
-  np.testing.assert_allclose(jnp.concatenate(out[0]), run(model, x[:1])[0][0], atol=3e-5)
-  np.testing.assert_allclose(jnp.concatenate(out[1]), run(model, x[1:, :9])[0][0], atol=3e-5)
+  x = jnp.asarray(X[:, :12], jnp.float32)
+  for row, y in enumerate(layer_cases.ragged(model, x, (9, 6), 3)):
+    np.testing.assert_allclose(y, layer_cases.whole(model, x[row : row + 1, : len(y)])[0], atol=3e-5)
 
 
 def test_packed_rows_equal_rows_of_their_own(layer):
