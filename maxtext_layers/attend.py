@@ -1,9 +1,9 @@
 """Softmax attention, one function an implementation; `KERNELS` says what each can do and where it runs.
 
 q [B, N, T, H], k [B, K, S, H], v [B, K, S, W] -> [B, N, T, W], heads before time, as a matrix product wants them; W
-is H but for latent attention. Every
-implementation takes its mask from mask.visible; the twin that they are tested against is in attend_test.py. Reading
-order: `KERNELS`, `chunked` (and `xla`, which is chunked in one piece), `cached` (decode), `splash`, `cudnn`.
+is H but for latent attention. Every implementation takes its mask from mask.visible; the twin that they are tested
+against is in attend_test.py. Reading order: `KERNELS`, `chunked` (and `xla`, which is chunked in one piece), `cached`
+(decode), `splash`, `cudnn`.
 """
 
 import math
@@ -39,12 +39,12 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
     segments: [B, T] or [1, T], 0 padding; None: one document a row. Of a numpy array, keys of segments that ended
       before a block are not even read.
     sinks: [N], a logit a head that takes part in the softmax and has no value (arXiv 2309.17453).
-    block: None: a quarter of T, but 64 at least and 512 at most.
+    block: None: as `block_rows` says.
   """
   b, n, t, h = q.shape
   groups = k.shape[1]
   q = (q * jnp.asarray(shape.scale, q.dtype)).reshape(b, groups, n // groups, t, h)
-  block = block or min(max(-(-t // 4), 64), 512)
+  block = block or block_rows(t)
   out = []
   for low in range(0, t, block):
     high = min(low + block, t)
@@ -54,8 +54,13 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
     inside = (None, None) if segments is None else (segments[:, low:high], segments[:, first:high])
     seen = mask.visible(np.arange(low, high), np.arange(first, high), shape.window, *inside)
     seen = seen if segments is None else seen[:, None, None]
-    out.append(_softmax_average(q[..., low:high, :], k[:, :, first:high], v[:, :, first:high], seen, shape.cap, sinks))
+    out.append(softmax_average(q[..., low:high, :], k[:, :, first:high], v[:, :, first:high], seen, shape.cap, sinks))
   return (out[0] if len(out) == 1 else jnp.concatenate(out, 3)).reshape(b, n, t, v.shape[-1])
+
+
+def block_rows(length: int) -> int:
+  """Queries that are worked on at once: a quarter of a row, but 64 at least and 512 at most."""
+  return min(max(-(-length // 4), 64), 512)
 
 
 def xla(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
@@ -76,10 +81,10 @@ def cached(q, k, v, shape: Shape, slots, first, sinks=None, chunk: int | None = 
   ids = [a >= 0 if chunk is None else mask.chunks(a, chunk) for a in (slots - first[:, None], keys - first[:, None])]
   seen = mask.visible(slots, keys, shape.window, *ids)[:, None, None]
   grouped = tuple((x * jnp.asarray(shape.scale, x.dtype)).reshape(b, groups, n // groups, t, -1) for x in many_q)
-  return _softmax_average(grouped, many_k, v, seen, shape.cap, sinks).reshape(b, n, t, v.shape[-1])
+  return softmax_average(grouped, many_k, v, seen, shape.cap, sinks).reshape(b, n, t, v.shape[-1])
 
 
-def _softmax_average(q, k, v, seen, cap, sinks):
+def softmax_average(q, k, v, seen, cap, sinks):
   """q [B, K, G, T, H] scaled, k [B, K, S, H] (or tuples of parts), v [B, K, S, W], seen [.., T, S] -> [B, K, G, T, W].
 
   The softmax is float32.
@@ -179,7 +184,7 @@ def _kernel(run, platforms, features, **limits):
   return Kernel(run, frozenset(platforms.split()), frozenset(features.split()), **limits)
 
 
-# In order of preference, as 'auto' takes them.
+# In order of preference, as 'auto' takes them; it passes over cudnn (attention.resolve).
 KERNELS = {
   'splash': _kernel(splash, 'tpu', 'segments window cap', multiple=LANES),
   'cudnn': _kernel(cudnn, 'gpu cuda', 'window', dtypes=frozenset({'bfloat16', 'float16'})),

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_layers import attend
 from maxtext_layers import attention
 from maxtext_layers import cache
 from maxtext_layers import config
@@ -157,13 +158,13 @@ class Compressed(nnx.Module):
   def _whole(self, q, kv, asked, pools, raw, context, view):
     """Rows that begin here: blocks of queries, each against its window and the entries that are closed by then."""
     spec, length, end = self.spec, q.shape[2], q.shape[2]
-    segments = context.segments
-    if view is not None and context.positions is not None:  # padding beside a prompt
+    segments = attention.documents(context)
+    if view is not None and context.positions is not None:
       real = context.positions >= 0
-      segments, end = real.astype(jnp.int32), jnp.argmax(real, 1) + real.sum(1)
+      end = jnp.argmax(real, 1) + real.sum(1)
     frame = Frame.whole(context, length, spec.compress.ratio, view is not None) if pools else None
     entries = [pool.entries(*of, frame) for pool, of in zip(pools, raw)]
-    block, out = min(max(-(-length // 4), 64), 512), []
+    block, out = attend.block_rows(length), []
     for low in range(0, length, block):
       high = min(low + block, length)
       first = max(0, low - spec.window + 1)
@@ -225,15 +226,15 @@ class Indexer(nnx.Module):
   """Parameters q [Q, J, I], weights [D, J] and `pool`."""
 
   def __init__(self, spec: Spec, d_model: int, *, rngs: nnx.Rngs):
-    j, i = spec.compress.index.heads, spec.compress.index.head_dim
+    self.spec = spec.compress.index
+    j, i = self.spec.heads, self.spec.head_dim
     self.q = linear.Linear('BTQ,QJI->BJTI', (spec.q_rank, j, i), ('rank', 'heads', 'head_dim'), rngs=rngs)
     self.weights = linear.Linear('BTD,DJ->BTJ', (d_model, j), ('embed', 'heads'), rngs=rngs)
     self.pool = Pool(spec, i, d_model, rngs=rngs)
-    self.scale = (j * i) ** -0.5
 
   def ask(self, x: jax.Array, q_latent: jax.Array, table) -> tuple[jax.Array, jax.Array]:
     """x [B, T, D], latent of queries [B, T, Q] -> (q [B, J, T, I], w float32 [B, T, J]) of indexer.scores."""
-    return _turn(self.q(q_latent), table), self.weights(x).astype(jnp.float32) * self.scale
+    return _turn(self.q(q_latent), table), self.weights(x).astype(jnp.float32) * self.spec.scale
 
 
 class Pool(nnx.Module):
@@ -335,13 +336,8 @@ def _average(q, keys, seen, sinks):
   keys = jnp.concatenate(keys, 1)
   shape = (keys.shape[0], q.shape[2])
   seen = jnp.concatenate([jnp.broadcast_to(a, (*shape, a.shape[-1])) for a in seen], -1)
-  scores = jnp.einsum('BNTH,BSH->BNTS', q, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-  scores = jnp.where(seen[:, None], scores, -1e30)
-  sinks = sinks.astype(jnp.float32)[:, None, None]
-  top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
-  raised = jnp.exp(scores - top)
-  weights = raised / (raised.sum(-1, keepdims=True) + jnp.exp(sinks - top))
-  return jnp.einsum('BNTS,BSH->BNTH', weights.astype(keys.dtype), keys)
+  q, keys = (q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype))[:, None], keys[:, None]
+  return attend.softmax_average(q, keys, keys, seen[:, None, None], None, sinks)[:, 0]
 
 
 def _store(view, i, value):

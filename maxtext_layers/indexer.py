@@ -31,6 +31,11 @@ class Spec:
     if self.heads < 1 or self.head_dim < 1 or self.top_k < 1:
       raise config.Error(f'an indexer with heads={self.heads}, head_dim={self.head_dim}, top_k={self.top_k}')
 
+  @property
+  def scale(self) -> float:
+    """Of the weights w of `scores`."""
+    return (self.heads * self.head_dim) ** -0.5
+
   def takes_all(self, keys: int) -> bool:
     """Whether there is nothing to choose among so many."""
     return self.stage == 'dense' or keys <= self.top_k

@@ -88,11 +88,8 @@ class Latent(nnx.Module):
     if view is not None and not attention.fresh(context, x.shape[1]):
       y = self._absorbed(q, context, view)
     else:
-      segments = context.segments
-      if view is not None and context.positions is not None:
-        segments = (context.positions >= 0).astype(jnp.int32)  # padding on the left of a prompt
       q, k, v = (checkpoint_name(a, 'qkv') for a in self.heads(q, k))
-      y = attend.KERNELS[context.kernel].run(q, k, v, self.shape(), segments)
+      y = attend.KERNELS[context.kernel].run(q, k, v, self.shape(), attention.documents(context))
     y = dropout.apply(checkpoint_name(y, 'attention'), context.dropout, context.rate, 'attention')
     return self.o(y), view, {}
 

@@ -68,8 +68,10 @@ class Spec:
       raise config.Error(f'group_score {self.group_score!r} is none of {", ".join(GROUP_SCORES)}')
     if not 1 <= self.top_k <= self.experts:
       raise config.Error(f'top_k={self.top_k} does not lie between 1 and experts={self.experts}')
-    if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+    if self.groups < 1 or self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
       raise config.Error(f'groups={self.groups}, top_groups={self.top_groups} do not fit experts={self.experts}')
+    if self.group_score == 'top2' and self.top_groups < self.groups == self.experts:
+      raise config.Error(f'groups={self.groups} of experts={self.experts} hold one each, and no two best to choose by')
     if self.top_k > self.top_groups * (self.experts // self.groups):
       raise config.Error(f'top_k={self.top_k} is more than top_groups={self.top_groups} of groups={self.groups} hold')
 

@@ -86,9 +86,7 @@ class Sparse(mla.Latent):
     if view is not None and not attention.fresh(context, length):
       y = self._chosen(q, found, context, view)
     else:
-      segments = context.segments
-      if view is not None and context.positions is not None:
-        segments = (context.positions >= 0).astype(jnp.int32)  # padding beside a prompt
+      segments = attention.documents(context)
       learns = self.index.loss > 0 and view is None
       if self.index.takes_all(length) and not learns:
         y = attend.KERNELS[context.kernel].run(*self.heads(q, k), self.shape(), segments)
@@ -141,8 +139,7 @@ class Indexer(nnx.Module):
     x, q_latent = jax.lax.stop_gradient((x, q_latent))
     q = rope.rotate(self.q(q_latent), table)
     k = rope.rotate(self.k_norm(self.k(x))[:, None], table)[:, 0]
-    scale = (self.spec.heads * self.spec.head_dim) ** -0.5
-    return q, k, self.weights(x).astype(jnp.float32) * scale
+    return q, k, self.weights(x).astype(jnp.float32) * self.spec.scale
 
 
 class LayerNorm(nnx.Module):
@@ -172,13 +169,13 @@ def attended(q, k, v, scale: float, found, index: indexer.Spec, segments=None, b
     found: what Indexer returns.
     index: with a loss, the divergence is computed.
     segments: [B, T], 0 padding; None: one document a row.
-    block: rows of queries; None: a quarter of T, but 64 at least and 512 at most.
+    block: rows of queries; None: as attend.block_rows says.
 
   Returns:
     ([B, N, T, W], the divergence of every token, float32 [B, T], or None).
   """
   length = q.shape[2]
-  block = block or min(max(-(-length // 4), 64), 512)
+  block = block or attend.block_rows(length)
   q = q * jnp.asarray(scale, q.dtype)
   out, losses = [], []
   for low in range(0, length, block):
