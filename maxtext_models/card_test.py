@@ -5,6 +5,7 @@ import pytest
 from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import rope
+from maxtext_layers import router
 from maxtext_models import card
 from maxtext_models import registry
 
@@ -195,6 +196,14 @@ def test_an_empty_list_of_llama4_says_nothing_or_no_layer():
   assert registry.card_from_hf(source | {'no_rope_layers': []}).whole_every == 4
   bare = registry.card_from_hf(source | {'moe_layers': []})
   assert {type(spec.ffn) for spec in bare.blocks()} == {mlp.Spec}
+
+
+def test_a_run_may_choose_how_experts_of_llama4_are_trained():
+  """As of every card.Mixture: 0.01 * top_k / layers is a layer's coefficient."""
+  plain = registry.card('llama4-17b-16e')
+  assert plain.blocks()[0].ffn.router.balance == router.Balance()
+  ffn = dataclasses.replace(plain, dispatch='capacity', capacity=2.0, balance_loss=0.01).blocks()[0].ffn
+  assert (ffn.dispatch, ffn.capacity, ffn.router.balance.loss) == ('capacity', 2.0, pytest.approx(0.01 / 48))
 
 
 def test_qwen3_ignores_a_window_that_is_switched_off():

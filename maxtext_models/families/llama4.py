@@ -11,10 +11,8 @@ from maxtext_layers import attention
 from maxtext_layers import block
 from maxtext_layers import config
 from maxtext_layers import mlp
-from maxtext_layers import moe
 from maxtext_layers import norm
 from maxtext_layers import rope
-from maxtext_layers import router
 from maxtext_models import card
 from maxtext_models.families import llama
 
@@ -30,12 +28,11 @@ WRAPPERS = {
 
 
 @config.config
-class Llama4(card.Card):
-  """Numbers of a Llama 4. d_ff is that of layers without experts."""
+class Llama4(card.Mixture):
+  """Numbers of a Llama 4. d_ff is that of layers without experts, d_expert also that of the shared expert."""
 
-  d_expert: int  # also of the shared expert
-  experts: int
   top_k: int = 1
+  balance_loss: float = 0.0
   routed_every: int = 1  # every so manyth layer has experts
   whole_every: int = 4  # every so manyth layer sees beyond its chunk, and does not turn
   chunk: int | None = 8192
@@ -46,15 +43,13 @@ class Llama4(card.Card):
   attention_bias: bool = False  # on q, k, v and o
 
   def check(self):
-    card.Card.check(self)
-    for name in ('d_expert', 'experts', 'top_k', 'routed_every', 'whole_every', 'chunk'):
+    for name in ('routed_every', 'whole_every', 'chunk'):
       value = getattr(self, name)
       if value is not None and value < 1:
         raise config.Error(f'{name}={value} is not positive')
-    if self.top_k > self.experts:
-      raise config.Error(f'top_k={self.top_k} is more than experts={self.experts}')
     if not isinstance(self.theta, float) or not self.theta > 0:
       raise config.Error(f'theta={self.theta!r} is not positive')
+    card.Mixture.check(self)
 
   def blocks(self):
     shape = (self.heads, self.kv_heads, self.head_dim)
@@ -68,8 +63,7 @@ class Llama4(card.Card):
     )
     whole = attention.Spec(*shape, None, temperature=self.temperature, bias=biases)
     dense = mlp.Spec(self.d_ff)
-    choice = router.Spec(self.experts, self.top_k, score='sigmoid')
-    routed = moe.Spec(choice, self.d_expert, shared=mlp.Spec(self.d_expert), weigh='input')
+    routed = self.mixture({'score': 'sigmoid'}, shared=mlp.Spec(self.d_expert), weigh='input')
     every = lambda period, there, other: [other if (l + 1) % period else there for l in range(self.layers)]
     mixers, ffns = every(self.whole_every, whole, local), every(self.routed_every, routed, dense)
     return [block.Spec(mixer, ffn, norm.Spec(self.eps)) for mixer, ffn in zip(mixers, ffns)]
