@@ -46,9 +46,9 @@ def method(source: dict[str, Any]) -> Callable[..., dict[str, Made]] | None:
     return None
   named = settings.get('quant_method') if isinstance(settings, dict) else settings
   if not isinstance(settings, dict) or not isinstance(named, str) or named not in METHODS:
+    hint = config.nearest(str(named), [one for one in METHODS if one != named])  # a name alone is no object
     raise config.Error(
-      f'config.json: {FIELD}.quant_method={named!r} is not supported{config.nearest(str(named), METHODS)}; '
-      f'known: {", ".join(METHODS)}'
+      f'config.json: {FIELD}.quant_method={named!r} is not supported{hint}; known: {", ".join(METHODS)}'
     )
   return METHODS[named](settings)
 
@@ -119,13 +119,17 @@ def compressed_tensors(settings: dict[str, Any]) -> Callable[..., dict[str, Made
 
 def _compressed(bits, group, headers):
   made = {}
-  for packed, (_, words) in headers.items():
+  for packed, (stored, words) in headers.items():
     if packed.endswith('.weight_packed'):
       tensor = packed.removesuffix('_packed')
       parts = (packed, f'{tensor}_scale', f'{tensor}_shape')
       if lacking := [part for part in parts if part not in headers]:
         raise config.Error(f'{packed} is there, but not {lacking[0]}')
+      if stored != 'I32' or headers[parts[2]][1] != (2,):
+        raise config.Error(f'{packed} {stored} and {parts[2]} {list(headers[parts[2]][1])} are not I32 and [2]')
       kind, scales = headers[parts[1]]
+      if len(words) != 2 or len(scales) != 2:
+        raise config.Error(f'{packed} {list(words)} and {parts[1]} {list(scales)} are not two matrices')
       shape = (words[0], scales[-1] * group)
       if scales[0] != words[0] or words[-1] != -(-shape[1] * bits // 32) or kind not in FLOATS:
         raise config.Error(f'{packed} {list(words)} and {parts[1]} {list(scales)} do not fit groups of {group}')
@@ -155,12 +159,14 @@ def mxfp4(settings: dict[str, Any]) -> Callable[..., dict[str, Made]]:
 
 def _mxfp4(headers):
   made = {}
-  for blocks, (_, shape) in headers.items():
+  for blocks, (stored, shape) in headers.items():
     if blocks.endswith('_blocks'):
       tensor = blocks.removesuffix('_blocks')
       scales = f'{tensor}_scales'
       if scales not in headers:
         raise config.Error(f'{blocks} is there, but not {scales}')
+      if (kinds := (stored, headers[scales][0])) != ('U8', 'U8'):
+        raise config.Error(f'{blocks} {kinds[0]} and {scales} {kinds[1]} are not U8')
       if len(shape) != 4 or shape[-1] != 16 or headers[scales][1] != shape[:-1]:
         raise config.Error(f'{blocks} {list(shape)} and {scales} {list(headers[scales][1])} do not fit blocks of 32')
       made[tensor] = Made((blocks, scales), 'BF16', (shape[0], shape[2] * 32, shape[1]), _four_bits)

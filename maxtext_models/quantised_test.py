@@ -32,6 +32,7 @@ INT4 = {
   },
   'ignore': ['lm_head', 're:.*self_attn.*'],
 }  # fmt: skip
+MXFP4 = {'quant_method': 'mxfp4'}
 MLP = [f'model.layers.{l}.mlp.{part}_proj.weight' for l in (0, 1) for part in ('gate', 'up', 'down')]
 
 
@@ -74,6 +75,11 @@ def groups(name, weight):
     f'{name}_scale': rng.uniform(0.01, 0.1, (rows, columns // 8)).astype(ml_dtypes.bfloat16),
     f'{name}_shape': np.array([rows, columns], np.int32),
   }
+
+
+def whole(name, weight):
+  """Not quantised."""
+  return {name: weight}
 
 
 def exported(directory, tmp_path):
@@ -179,6 +185,10 @@ def test_what_is_not_known_is_an_error_that_names_the_field(made, settings, said
     (INT4, groups, lambda t: t.pop(f'{MLP[2]}_shape'), f'but not {MLP[2]}_shape'),
     (INT4, groups, lambda t: t.update({f'{MLP[2]}_shape': np.array([64, 87])}), 'weight_shape is [64, 87]'),
     (INT4, groups, lambda t: t.update({f'{MLP[2]}_packed': np.ones((64, 10), np.int32)}), 'do not fit groups of 8'),
+    (INT4, groups, lambda t: t.update({f'{MLP[2]}_packed': np.ones((64, 11))}), f'{MLP[2]}_packed F64'),
+    (INT4, groups, lambda t: t.update({f'{MLP[2]}_shape': np.array(64)}), f'{MLP[2]}_shape [] are not I32 and [2]'),
+    (INT4, groups, lambda t: t.update({f'{MLP[2]}_scale': np.array(1.0)}), f'{MLP[2]}_scale [] are not two matrices'),
+    (MXFP4, whole, lambda t: t.update({'a_blocks': np.ones(3), 'a_scales': np.ones(3)}), 'a_blocks F64'),
   ],
 )
 def test_parts_that_do_not_fit_are_one_line(made, settings, quantise, edit, said):

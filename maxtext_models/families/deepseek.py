@@ -47,9 +47,7 @@ class DeepSeek(card.Mixture):
   balance_scope: str = 'sequence'
 
   def check(self):
-    for name in ('kv_rank', 'nope_dim', 'rope_dim', 'value_dim', 'shared', 'groups', 'top_groups'):
-      if not isinstance(value := getattr(self, name), int) or value < 1:
-        raise config.Error(f'{name}={value!r} is not a positive whole number')
+    self.whole('kv_rank', 'nope_dim', 'rope_dim', 'value_dim', 'shared', 'groups', 'top_groups')
     if self.rope_dim % 2:
       raise config.Error(f'rope_dim={self.rope_dim} is odd; rotary positions turn pairs')
     if self.head_dim != self.nope_dim + self.rope_dim:

@@ -43,9 +43,7 @@ class Hybrid(card.Card):
 
   def check_mixers(self):
     """Raises config.Error naming the field and its value."""
-    for name in ('full_every', 'key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps'):
-      if (value := getattr(self, name)) < 1:
-        raise config.Error(f'{name}={value!r} is not a positive whole number')
+    self.whole('full_every', 'key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps')
     for name, plain in (('embed_scale', 1.0), ('norm_offset', 1.0)):  # their config.json has no field for it
       if (value := getattr(self, name)) != plain:
         raise config.Error(f'{name}={value!r} is nothing that a {type(self).__name__} has')
@@ -93,8 +91,7 @@ class Qwen3Next(Hybrid, card.Mixture):
   def check(self):
     self.check_mixers()
     card.Mixture.check(self)
-    if self.d_shared < 1:
-      raise config.Error(f'd_shared={self.d_shared!r} is not a positive whole number')
+    self.whole('d_shared')
 
   def ffn(self):
     return self.mixture({'normalize': self.normalize}, shared=mlp.Spec(self.d_shared), shared_gate=True)
