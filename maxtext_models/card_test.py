@@ -198,6 +198,14 @@ def test_an_empty_list_of_llama4_says_nothing_or_no_layer():
   assert {type(spec.ffn) for spec in bare.blocks()} == {mlp.Spec}
 
 
+@pytest.mark.parametrize('name', ['mixtral-8x7b', 'llama4-17b-16e', 'gpt-oss-20b', 'deepseek3-671b', 'qwen3-30b-a3b'])
+@pytest.mark.parametrize('change', [{'norm_offset': 1.0}, {'embed_scale': 2.0}])
+def test_what_no_config_json_could_say_is_refused(name, change):
+  (field,) = change
+  with pytest.raises(config.Error, match=f'{field}={change[field]} is nothing that a'):
+    dataclasses.replace(registry.card(name), **change).check()
+
+
 def test_a_run_may_choose_how_experts_of_llama4_are_trained():
   """As of every card.Mixture: 0.01 * top_k / layers is a layer's coefficient."""
   plain = registry.card('llama4-17b-16e')
