@@ -50,6 +50,12 @@ def _wait_for(process, word):
   raise AssertionError(f'{word} never came: {process.stderr.read()}')
 
 
+def _ended(process):
+  """(Exit code, the rest of the output, errors). Lines that came together with one waited for are still in stdout."""
+  out, errors = process.stdout.read(), process.stderr.read()  # communicate() would pass over what is buffered
+  return process.wait(timeout=60), out, errors
+
+
 def _group(process):
   """Processes of the program's session that are still there."""
   found = subprocess.run(['ps', '-o', 'pid=,stat=', '-s', str(process.pid)], capture_output=True, text=True).stdout
@@ -68,8 +74,7 @@ def test_a_program_that_ends_takes_its_workers_along(tmp_path, then, code):
   process = _start(tmp_path, then)
   _wait_for(process, 'started')
   start = time.monotonic()
-  _, errors = process.communicate(timeout=60)
-  assert (process.returncode, errors) == (code, '')
+  assert _ended(process) == (code, '', '')
   assert time.monotonic() - start < 20
   _gone(process)
 
@@ -81,8 +86,7 @@ def test_a_termination_of_the_group_is_for_the_program_alone(tmp_path):
   time.sleep(1.0)
   os.killpg(process.pid, signal.SIGTERM)
   _wait_for(process, 'started')
-  out, errors = process.communicate(timeout=120)
-  assert (process.returncode, out, errors) == (0, 'terminated 1\n', '')
+  assert _ended(process) == (0, 'terminated 1\n', '')
   _gone(process)
 
 
@@ -90,7 +94,7 @@ def test_an_interrupt_of_the_group_shows_one_traceback(tmp_path):
   process = _start(tmp_path, 'time.sleep(60)')
   _wait_for(process, 'started')
   os.killpg(process.pid, signal.SIGINT)
-  _, errors = process.communicate(timeout=60)
+  _, _, errors = _ended(process)
   assert errors.count('Traceback') == 1 and errors.strip().endswith('KeyboardInterrupt')
   _gone(process)
 
@@ -98,8 +102,8 @@ def test_an_interrupt_of_the_group_shows_one_traceback(tmp_path):
 def test_a_killed_worker_ends_the_run_in_one_line(tmp_path):
   kill = 'import multiprocessing; [os.kill(p.pid, 9) for p in multiprocessing.active_children()]; [0 for _ in batches]'
   process = _start(tmp_path, kill)
-  _, errors = process.communicate(timeout=120)
-  assert process.returncode == 1
+  code, _, errors = _ended(process)
+  assert code == 1
   assert 'config.Failure: a data worker died: ' in errors and 'exit code -9' in errors
   _gone(process)
 
