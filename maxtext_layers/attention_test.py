@@ -25,6 +25,7 @@ MIXERS = {
   'cap': dataclasses.replace(PLAIN, cap=0.5, scale=1.0),
   'sinks and biases': dataclasses.replace(PLAIN, sinks=True, bias=('q', 'k', 'v', 'o')),
   'qk-norm': dataclasses.replace(PLAIN, qk_norm=norm.Spec()),
+  'qk-norm over heads': dataclasses.replace(PLAIN, qk_norm=norm.Spec(), qk_norm_over='heads'),
   'no rope': dataclasses.replace(PLAIN, rope=None),
   'gate, part of a head turns': dataclasses.replace(PLAIN, gate=True, rope=rope.Spec(8, 10000.0, rotary=4)),
   'chunk': dataclasses.replace(PLAIN, chunk=3),
@@ -180,6 +181,14 @@ def test_what_stands_between_rotation_and_scores():
     expected = np.einsum('BKGTS,BKSH->BKGTH', p / p.sum(-1, keepdims=True), v).reshape(2, 4, 12, 8)
     got = layer(X, block.Context(tables=tables, kernel='xla'))[0]
     np.testing.assert_allclose(got, np.einsum('BNTH,NHD->BTD', expected, w['o']), atol=1e-4)
+
+
+def test_a_norm_over_all_heads_has_a_weight_for_each_number():
+  layer = attention.Attention(MIXERS['qk-norm over heads'], 16, rngs=nnx.Rngs(0))
+  assert layer.q_norm.w.shape == (4, 8) and layer.k_norm.w.shape == (2, 8)
+  assert layer.k_norm.w.get_metadata('axes') == ('kv_heads', 'head_dim')
+  with pytest.raises(ValueError, match="qk_norm_over='all' is neither"):
+    attention.Attention(dataclasses.replace(PLAIN, qk_norm=norm.Spec(), qk_norm_over='all'), 16, rngs=nnx.Rngs(0))
 
 
 def test_biases_and_sinks_have_the_shapes_of_their_axes():

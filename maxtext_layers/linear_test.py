@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxtext_layers import cache
+from maxtext_layers import config
 from maxtext_layers import embed
 from maxtext_layers import linear
 from maxtext_layers import mlp
@@ -73,6 +74,54 @@ def test_norm_is_computed_in_float32():
   half = X.astype(jnp.bfloat16)
   expected = layer(half.astype(jnp.float32)).astype(jnp.bfloat16)
   assert layer(half).dtype == jnp.bfloat16 and (layer(half) == expected).all()
+
+
+def test_norm_over_all_heads():
+  """One mean square for the 3 * 8 numbers of a token; the norm over one head at a time is another function."""
+  layer = norm.Heads(norm.Spec(1e-6), 3, 8)
+  layer.w[...] = jnp.asarray(np.random.default_rng(1).standard_normal((3, 8), np.float32))
+  x = (np.random.default_rng(2).standard_normal((2, 3, 5, 8)) * np.arange(1, 4)[:, None, None]).astype(np.float32)
+  flat = x.swapaxes(1, 2).reshape(2, 5, 24).astype(np.float64)
+  flat = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.w[...]).reshape(-1)
+  expected = flat.reshape(2, 5, 3, 8).swapaxes(1, 2)
+  np.testing.assert_allclose(layer(x), expected, atol=1e-5)
+  one = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.w[...])[:, None]
+  assert np.abs(expected - one).max() > 0.1
+
+
+def test_layer_norm():
+  """Mean 0, variance 1 before weight and bias; computed in float32."""
+  layer = norm.Layer(1e-5).build(8)
+  x = np.asarray(X, np.float64) + 3
+  plain = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+  np.testing.assert_allclose(layer(X + 3), plain, atol=1e-5)
+  layer.w[...], layer.b[...] = jnp.arange(8.0), jnp.full(8, 0.25)
+  np.testing.assert_allclose(layer(X + 3), plain * np.arange(8) + 0.25, atol=1e-5)
+  half = X.astype(jnp.bfloat16)
+  expected = layer(half.astype(jnp.float32)).astype(jnp.bfloat16)
+  assert layer(half).dtype == jnp.bfloat16 and (layer(half) == expected).all()
+
+
+def test_learned_positions():
+  """By place in the document, from the start of a call or counted; padding is harmless; no position is made up."""
+  table = embed.Positions(5, 4, rngs=nnx.Rngs(0))
+  w = table.w[...]
+  assert (table(None, 0, 3) == w[None, :3]).all() and (table(None, 2, 3) == w[None, 2:]).all()
+  assert (table(None, jnp.asarray([0, 3]), 2) == w[jnp.asarray([[0, 1], [3, 4]])]).all()
+  assert (table(jnp.asarray([[0, 1, 0]]), 0, 3) == w[jnp.asarray([[0, 1, 0]])]).all()
+  assert np.isfinite(table(jnp.asarray([[-2, -1, 0]]), 0, 3)).all()
+  assert table(None, 0, 2, jnp.bfloat16).dtype == jnp.bfloat16
+  with pytest.raises(config.Error, match='6 positions, but the model has learned 5'):
+    table(None, 2, 4)
+
+
+def test_plain_mlp():
+  layer = mlp.Plain(16, bias=('up', 'down')).build(8, nnx.Rngs(0))
+  layer.up.b[...], layer.down.b[...] = jnp.full(16, 0.3), jnp.full(8, -0.2)
+  u, d = (np.asarray(getattr(layer, n).w[...], np.float64) for n in ('up', 'down'))
+  h = np.asarray(X, np.float64) @ u + 0.3
+  h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+  np.testing.assert_allclose(layer(X, None)[0], h @ d - 0.2, atol=1e-5)
 
 
 def test_mlp():

@@ -14,28 +14,28 @@ from maxtext_layers import norm
 class Spec:
   """The norms before and after a layer; None leaves one out."""
 
-  before: norm.Spec | None
-  after: norm.Spec | None = None
+  before: norm.Spec | norm.Layer | None
+  after: norm.Spec | norm.Layer | None = None
 
 
-def pre(spec: norm.Spec) -> Spec:
+def pre(spec: norm.Spec | norm.Layer) -> Spec:
   """x + f(norm(x))."""
   return Spec(spec)
 
 
-def post(spec: norm.Spec) -> Spec:
+def post(spec: norm.Spec | norm.Layer) -> Spec:
   """x + norm(f(x))."""
   return Spec(None, spec)
 
 
-def sandwich(spec: norm.Spec) -> Spec:
+def sandwich(spec: norm.Spec | norm.Layer) -> Spec:
   """x + norm(f(norm(x)))."""
   return Spec(spec, spec)
 
 
-def norms(spec: Spec, size: int) -> tuple[norm.Norm | None, norm.Norm | None]:
+def norms(spec: Spec, size: int) -> tuple[norm.Norm | norm.LayerNorm | None, norm.Norm | norm.LayerNorm | None]:
   """The modules (before, after) for an axis of `size`."""
-  before, after = (norm.Norm(s, size) if s else None for s in (spec.before, spec.after))
+  before, after = (s.build(size) if s else None for s in (spec.before, spec.after))
   return before, after
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from maxtext_models import decoder
 from maxtext_models import registry
+from maxtext_models import sampler
 from maxtext_models import scoring
 
 TOKENS = np.random.default_rng(0).integers(0, 151, (2, 12)).astype(np.int32)
@@ -61,6 +62,35 @@ def test_losses_are_the_log_likelihood_of_the_logits():
   expected = -np.log(np.take_along_axis(p, TOKENS[:, 1:, None], -1)[..., 0])
   for chunks in (1, 7):
     np.testing.assert_allclose(losses(state, chunks), expected, atol=1e-5)
+
+
+def capped():
+  card = dataclasses.replace(
+    registry.card('gemma2-2b'), layers=2, d_model=16, d_ff=24, heads=2, kv_heads=1, head_dim=8, vocab=151,
+    vocab_multiple=256, logit_cap=0.5,
+  )  # fmt: skip
+  graph, state = nnx.split(decoder.abstract(card))
+  rng = np.random.default_rng(1)
+  return graph, jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(leaf.dtype)), state)
+
+
+def test_capped_logits_in_logits_losses_and_samples():
+  """A15, A18: the head says cap * tanh(y / cap) wherever it is read; padding rows stay out."""
+  graph, state = capped()
+  x = nnx.merge(graph, state).hidden(TOKENS[:, :-1])[0]
+  model = nnx.merge(graph, state)
+  y = np.einsum('BTD,VD->BTV', np.asarray(x, np.float64), np.asarray(model.embed.w[...], np.float64)[:151])
+  y = 0.5 * np.tanh(y / 0.5)
+  logits = model.logits(x)
+  np.testing.assert_allclose(logits, y, atol=1e-5)
+  assert np.abs(logits).max() > 0.49
+  expected = np.log(np.exp(y).sum(-1)) - np.take_along_axis(y, TOKENS[:, 1:, None], -1)[..., 0]
+  np.testing.assert_allclose(model.losses(x, TOKENS[:, 1:]), expected, atol=1e-5)
+  (said,) = sampler.Jax(model, context=64).sample(
+    [TOKENS[0].tolist()], sampler.Settings(max_new_tokens=1, temperature=0)
+  )
+  whole = model.logits(model.hidden(TOKENS[:1])[0])[0, -1]
+  np.testing.assert_allclose(said.logprobs[0], jax.nn.log_softmax(whole).max(), atol=1e-5)
 
 
 def test_auto_scans_deep_models_only():

@@ -98,10 +98,11 @@ def next_token(
   )  # fmt: skip
   weights = batch['weights'].astype(jnp.float32)
   weight = weights.sum()
+  how: dict[str, Any] = {'chunks': chunks, 'z_loss': z_loss, 'cap': model.cap}
   if chunk == Chunk.TOKENS:
-    total, nll = head.cross_entropy_sum(x, model.output(), batch['targets'], weights, chunks=chunks, z_loss=z_loss)
+    total, nll = head.cross_entropy_sum(x, model.output(), batch['targets'], weights, **how)
   else:
-    losses, nll = head.cross_entropy_parts(x, model.output(), batch['targets'], chunks=chunks, z_loss=z_loss)
+    losses, nll = head.cross_entropy_parts(x, model.output(), batch['targets'], **how)
     total, nll = weigh(losses, weights), weigh(nll, weights)
   loads = terms.pop(auxiliary.LOADS, {})
   for value in terms.values():

@@ -13,8 +13,8 @@ CHUNKS = [losses.Chunk.TOKENS, losses.Chunk.VOCABULARY]
 class Model:
   """A decoder whose layers do nothing, so that every number can be computed by hand."""
 
-  def __init__(self, x, w, terms=None):
-    self.x, self.w, self.terms = x, w, terms or {}
+  def __init__(self, x, w, terms=None, cap=None):
+    self.x, self.w, self.terms, self.cap = x, w, terms or {}, cap
 
   def hidden(self, tokens, **options):
     return self.x, None, self.terms
@@ -54,6 +54,16 @@ def test_against_dense(chunk, z_loss, chunks):
   assert float(out.total) == pytest.approx(total, rel=1e-6)
   assert float(out.aux['lm_loss']) == pytest.approx(nats, rel=1e-6)
   assert float(out.weight) == 7.5
+
+
+@pytest.mark.parametrize('chunk', CHUNKS)
+def test_the_cap_of_logits_is_the_models(chunk):
+  x, w, batch = numbers()
+  out = losses.next_token(Model(x, w, cap=0.7), batch, chunk=chunk, chunks=2)
+  y = 0.7 * np.tanh(x.astype(np.float64) @ w.astype(np.float64).T / 0.7)
+  nats = np.log(np.exp(y).sum(-1)) - np.take_along_axis(y, batch['targets'][..., None], -1)[..., 0]
+  assert float(out.total) == pytest.approx((nats * batch['weights']).sum(), rel=1e-6)
+  assert abs(out.total - dense(x, w, batch, 0.0)[0]) > 0.1
 
 
 @pytest.mark.parametrize('chunk', CHUNKS)

@@ -44,9 +44,6 @@ class Hybrid(card.Card):
   def check_mixers(self):
     """Raises config.Error naming the field and its value."""
     self.whole('full_every', 'key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps')
-    for name, plain in (('embed_scale', 1.0), ('norm_offset', 1.0)):  # their config.json has no field for it
-      if (value := getattr(self, name)) != plain:
-        raise config.Error(f'{name}={value!r} is nothing that a {type(self).__name__} has')
     if self.value_heads % self.key_heads:
       raise config.Error(f'value_heads={self.value_heads} is no multiple of key_heads={self.key_heads}')
     if not 0 < self.rotary <= 1 or int(self.head_dim * self.rotary) % 2:
@@ -60,8 +57,11 @@ class Hybrid(card.Card):
   def ffn(self):
     """What follows the mixer in every layer."""
 
+  def final_norm(self):
+    return norm.Spec(self.eps, offset=1.0)
+
   def blocks(self):
-    near = norm.Spec(self.eps, offset=1.0)
+    near = self.final_norm()
     turn = rope.Spec(self.head_dim, self.theta, self.scaling, rotary=int(self.head_dim * self.rotary))
     full = attention.Spec(self.heads, self.kv_heads, self.head_dim, turn, qk_norm=near, gate=True)
     net = delta.Spec(
@@ -84,7 +84,6 @@ class Hybrid(card.Card):
 class Qwen3Next(Hybrid, card.Mixture):
   """Numbers of a Qwen 3 Next; `d_ff` is published, though no layer is dense."""
 
-  norm_offset: float = 1.0
   d_shared: int
   normalize: bool = True  # weights of the chosen experts add up to 1
 

@@ -24,11 +24,13 @@ import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import cases_deepseek
+import cases_dense
 import cases_llama4
 import cases_moe
 import cases_qwen3_next
 
 MODULES = (
+  cases_dense,
   cases_moe,
   cases_deepseek,
   cases_llama4,
