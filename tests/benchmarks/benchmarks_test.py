@@ -154,12 +154,27 @@ def test_import_time(monkeypatch, capsys):
 
 
 def test_the_sweep_is_complete_and_finds_the_best(monkeypatch, capsys):
-  assert len(set(twin_sweep.combinations())) == 2 * 4 * 2 * (1 + 3 + 3)
+  assert len(set(twin_sweep.combinations('W1'))) == 2 * 4 * 2 * (1 + 3 + 3)
+  assert len(set(twin_sweep.combinations('W3'))) == 2 * 4 * 2 * (1 + 3 + 3) * (3 + 3)
   best = '--layers scan --attn bhsd --ce fused --opt hand --ce_chunks 4'
   twin = lambda *_, steps, switches: FIGURES | {'cpu_s_per_step': 1.0 if switches == best else 2.0}
   monkeypatch.setattr(measure, 'twin', twin)
   found = line(twin_sweep, ['--workload=W1'], monkeypatch, capsys)
   assert found['best'] == best and found['combinations'] == 112 and found['worst_cpu_s_per_step'] == 2.0
+
+
+def test_values_set_aside_are_tried_beside_the_best(monkeypatch):
+  monkeypatch.setitem(measure.BEST, 'W1', '--layers unroll --attn chunk --ce fused --opt hand --ce_chunks 4')
+  among = twin_sweep.beside_the_best('W1', ['attn=bhsd', 'attn=sdpa', 'ce=full', 'layers=scan'])
+  assert len(among) == 1 * 2 * 2 * (3 + 3) + 4
+  assert among[-4:] == [
+    '--layers unroll --attn bhsd --ce fused --opt hand --ce_chunks 4',
+    '--layers unroll --attn sdpa --ce fused --opt hand --ce_chunks 4',
+    '--layers unroll --attn chunk --ce full --opt hand --ce_chunks 4',
+    '--layers scan --attn chunk --ce fused --opt hand --ce_chunks 4',
+  ]
+  with pytest.raises(ValueError, match='no combination has --attn flash'):
+    twin_sweep.beside_the_best('W1', ['attn=flash'])
 
 
 def test_compile_depth(monkeypatch, capsys):
