@@ -108,6 +108,20 @@ HYBRIDS = {
 }
 ELSEWHERE = [name for name in registry.names() if name.startswith(('deepseek', 'kimi'))]  # deepseek_test.py has a table
 UNPUBLISHED = ('envy-switch-base', 'envy-switch-large', 'envy-switch-xxl')  # tests/envy_twin_test.py counts them
+# name: what the paper (arXiv 2005.14165, table 2.1) or the name says, layers, d_model, heads, vocab, positions
+GPT3 = {
+  'gpt3-125m': ('125M', 12, 768, 12, 50257, 2048),
+  'gpt3-350m': ('356M', 24, 1024, 16, 50257, 2048),  # printed as 350M; GPT-2 Medium's card has 355M for 1024 positions
+  'gpt3-760m': ('760M', 24, 1536, 16, 50257, 2048),
+  'gpt3-1.3b': ('1.3B', 24, 2048, 16, 50257, 2048),
+  'gpt3-2.7b': ('2.7B', 32, 2560, 32, 50257, 2048),
+  'gpt3-6.7b': ('6.7B', 32, 4096, 32, 50257, 2048),
+  'gpt3-13b': ('13B', 40, 5120, 40, 50257, 2048),
+  'gpt3-175b': ('175B', 96, 12288, 96, 50257, 2048),
+  'gpt3-52k': ('52K', 1, 16, 2, 1024, 2048),
+  'gpt3-6b': ('6B', 48, 3072, 12, 32768, 16384),
+  'gpt3-22b': ('22B', 48, 6144, 24, 32768, 16384),
+}
 LLAMA8, LLAMA32 = (rope.Llama3(factor=factor, low=1.0, high=4.0, trained=8192) for factor in (8.0, 32.0))
 YARN = rope.Yarn(factor=8.0, trained=8192, attention=1.2079441541679836)
 STRETCH = {
@@ -220,8 +234,21 @@ def test_three_delta_nets_and_an_attention_are_one_scanned_period(name):
   assert nets[0].mixer == delta.Spec(16, HYBRIDS[name][7], 128, 128, norm.Spec(1e-6), taps=4)
 
 
+@pytest.mark.parametrize('name', GPT3)
+def test_gpt3_has_the_published_numbers(name):
+  """The total is 12 L D^2 of maps, 13 L D of biases and norms, the tables of ids and positions, and the last norm."""
+  c = registry.card(name)
+  c.check()
+  printed, layers, d, heads, vocab, positions = GPT3[name]
+  assert (c.layers, c.d_model, c.heads, c.vocab, c.context, c.eps) == (layers, d, heads, vocab, positions, 1e-5)
+  assert (c.d_ff, c.head_dim, c.kv_heads, c.tied) == (4 * d, d // heads, heads, True)
+  assert c.parameters() == 12 * layers * d * d + 13 * layers * d + (vocab + positions) * d + 2 * d
+  number, unit = float(printed[:-1]), {'K': 1e3, 'M': 1e6, 'B': 1e9}[printed[-1]]
+  assert c.parameters() == pytest.approx(number * unit, rel=0.03 if number > 6 else 0.07)
+
+
 def test_every_card_is_in_a_table():
-  assert set(registry.names()) == {*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4, *ELSEWHERE}
+  assert set(registry.names()) == {*PUBLISHED, *GPT3, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4, *ELSEWHERE}
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
@@ -250,7 +277,7 @@ def test_eps_and_rope_base_reach_the_layers_beside_experts(name):
     assert (spec.ffn.router.score, spec.ffn.router.normalize) == ('softmax', True)
 
 
-@pytest.mark.parametrize('name', [*PUBLISHED, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4])
+@pytest.mark.parametrize('name', [*PUBLISHED, *GPT3, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4])
 def test_config_json_and_card_are_inverses(name):
   c = registry.card(name)
   back = registry.card_from_hf(c.hf_config())

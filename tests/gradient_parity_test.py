@@ -31,7 +31,8 @@ def first_step(graph, state, tokens):
 
 
 @pytest.mark.parametrize(
-  'case', ['llama', 'llama_bias', 'llama_tied', 'qwen3', 'gemma2', 'mixtral', 'gpt_oss', 'qwen3_next', 'deepseek3']
+  'case',
+  ['llama', 'llama_bias', 'llama_tied', 'qwen3', 'gemma2', 'gpt2', 'mixtral', 'gpt_oss', 'qwen3_next', 'deepseek3'],
 )
 def test_first_loss_and_gradient_norm_equal_transformers(folder, case):
   """A19: within 1e-3 relative; they are within 1e-5."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxtext_layers import norm
@@ -138,6 +139,12 @@ def test_a_norm_of_each_head_is_not_a_norm_of_all(folder, monkeypatch):
   assert wrong.distance('olmo3', checkpoint.load(folder('olmo3'))[1], wrong.changed).max() > wrong.SEEN
 
 
+def test_a_layer_norm_that_leaves_the_mean_is_seen(folder, monkeypatch):
+  root = lambda self, x: norm._scaled(x, self.w[...], norm.Spec(self.spec.eps), -1) + self.b[...]
+  monkeypatch.setattr(norm.LayerNorm, '__call__', root)
+  assert wrong.distance('gpt2', checkpoint.load(folder('gpt2'))[1], wrong.changed).max() > wrong.SEEN
+
+
 def test_another_rope_base_is_seen_far_out(folder):
   """A10: the base that is assumed where it is missing."""
   assert wrong.other_card(folder, 'llama_tied', theta=10000.0)[:, 1000:].max() > wrong.SEEN
@@ -200,3 +207,28 @@ def test_swapped_tensors_are_seen(folder, case, edit):
 def test_a_dropped_bias_is_seen(folder, case, name):
   """A8: in one layer. A key's bias moves all scores of a query alike but for the rotation, which is enough."""
   assert wrong.edited(folder, case, lambda t: t[f'model.layers.0.{name}.bias'].fill(0)).max() > wrong.SEEN
+
+
+def roll(name, axis):
+  """Moves the parts of a tensor by one along an axis of three, or its rows by one."""
+
+  def edit(tensors):
+    x = tensors[name]
+    tensors[name] = np.roll(x, x.shape[axis] // 3 if axis else 1, axis)
+
+  return edit
+
+
+@pytest.mark.parametrize(
+  'edit',
+  [
+    roll('transformer.h.0.attn.c_attn.weight', 1),  # q, k, v become v, q, k
+    roll('transformer.wpe.weight', 0),  # positions begin at one
+    lambda t: t['transformer.h.0.attn.c_attn.bias'][:60].fill(0),
+    lambda t: t['transformer.h.1.ln_2.bias'].fill(0),
+    lambda t: t['transformer.h.0.mlp.c_fc.bias'].fill(0),
+    lambda t: t['transformer.ln_f.bias'].fill(0),
+  ],
+)
+def test_what_only_gpt_has_is_seen(folder, edit):
+  assert wrong.edited(folder, 'gpt2', edit).max() > wrong.SEEN

@@ -77,7 +77,7 @@ def test_neither_padding_nor_a_second_document_changes_a_logit(loaded, case):
 
 
 DECODED = (
-  'llama', 'qwen2', 'mistral', 'gemma', 'gemma2', 'gemma3', 'olmo3', 'mixtral', 'qwen3_moe', 'gpt_oss',
+  'llama', 'qwen2', 'mistral', 'gemma', 'gemma2', 'gemma3', 'olmo3', 'gpt2', 'mixtral', 'qwen3_moe', 'gpt_oss',
 )  # fmt: skip
 
 

@@ -62,6 +62,14 @@ CASES = {
     1,
     256,
   ),
+  'gpt2': (
+    'gpt2',
+    'GPT2',
+    dict(vocab_size=97, n_embd=60, n_inner=88, n_layer=2, n_head=5, n_positions=260, layer_norm_epsilon=1e-5,
+         attn_implementation='eager'),
+    1,
+    256,
+  ),
 }  # fmt: skip
 
 
@@ -72,6 +80,13 @@ def randomise(weights, name, draw):
       return 0.3 * draw  # a difference from one
     if 'q_proj' in name:
       return 1.5 * draw / draw.shape[1] ** 0.5
+  if weights == 'gpt2':
+    if 'ln_' in name:
+      return 1 + 0.3 * draw if name.endswith('weight') else 0.3 * draw
+    if 'wte' in name or 'wpe' in name:
+      return 0.5 * draw
+    if name.endswith('weight'):  # [in, out]
+      return draw / draw.shape[0] ** 0.5
   return None
 
 

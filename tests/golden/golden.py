@@ -28,6 +28,7 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'gemma2': 'gemma2',
   'gemma3': 'gemma3',
   'olmo3': 'olmo3',
+  'gpt2': 'gpt2',
   'mixtral': 'mixtral',
   'mixtral_window': 'mixtral',
   'qwen3_moe': 'qwen3_moe',
