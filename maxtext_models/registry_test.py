@@ -160,6 +160,52 @@ def test_llama4_has_the_published_numbers(name):
   assert c.blocks()[3].ffn.weigh == 'input' and c.name == name
 
 
+# name: total parameters with towers, those of the towers, active ones or None, layers, d_model, d_ff, heads, kv_heads,
+# full kv_heads, window, context; from the model card at huggingface.co/google/gemma-4-31B-it: 5.1 and 8.0 "with
+# embeddings", towers of 0.15 and 0.30; 30.7; 25.2 and 3.8
+GEMMA4 = {
+  'gemma4-e2b': (5.1, 0.45, None, 35, 1536, 6144, 8, 1, 1, 512, 131072),
+  'gemma4-e4b': (8.0, 0.45, None, 42, 2560, 10240, 8, 2, 2, 512, 131072),
+  'gemma4-26b': (25.2, 0, 3.8, 30, 2816, 2112, 16, 8, 2, 1024, 262144),
+  'gemma4-31b': (30.7, 0, 30.7, 60, 5376, 21504, 32, 16, 4, 1024, 262144),
+}
+
+
+def unread(c):
+  """Published keys and values of layers that read others': two maps to each layer's heads, and a norm of keys."""
+  mixers = [spec.mixer for spec in c.blocks() if spec.mixer.reuse]
+  return sum(2 * c.d_model * m.kv_heads * m.head_dim + m.head_dim for m in mixers)
+
+
+@pytest.mark.parametrize('name', GEMMA4)
+def test_gemma4_has_the_published_numbers(name):
+  c, (total, towers, active, *numbers) = registry.card(name), GEMMA4[name]
+  c.check()
+  assert numbers == [
+    c.layers, c.d_model, c.d_ff, c.heads, c.kv_heads, c.full_kv_heads, c.window, c.context,
+  ]  # fmt: skip
+  assert (c.parameters() + unread(c)) / 1e9 + towers == pytest.approx(total, abs=0.05)
+  if active is not None:
+    assert c.active_parameters() / 1e9 == pytest.approx(active, abs=0.05)
+  assert (c.vocab, c.head_dim, c.full_head_dim, c.eps, c.tied) == (262144, 256, 512, 1e-6, True)
+  local, full = c.blocks()[0], c.blocks()[-1]
+  assert (local.mixer.rope.theta, local.mixer.rope.scaling) == (10000.0, None)
+  assert (full.mixer.rope.theta, full.mixer.rope.scaling) == (1e6, rope.Proportional(0.25))
+  assert local.mixer.qk_norm.eps == full.mixer.value_norm.eps == 1e-6 and c.final_cap() == 30.0
+  assert c.name == name
+
+
+@pytest.mark.parametrize('name, effective', [('gemma4-e2b', 2.3), ('gemma4-e4b', 4.5)])
+def test_effective_parameters_of_gemma4(name, effective):
+  """The model card's figure (2.3 of 5.1 "with embeddings", 4.5 of 8.0) is everything in the files but both tables.
+
+  That is, with the towers (0.45) and the keys and values that nothing reads.
+  """
+  c = registry.card(name)
+  tables = c.vocab * c.d_model + c.layer_vocab * c.layers * c.layer_input
+  assert (c.parameters() + unread(c) - tables) / 1e9 + 0.45 == pytest.approx(effective, abs=0.05)
+
+
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_card_has_the_published_numbers(name):
   c = registry.card(name)
@@ -248,7 +294,7 @@ def test_gpt3_has_the_published_numbers(name):
 
 
 def test_every_card_is_in_a_table():
-  assert set(registry.names()) == {*PUBLISHED, *GPT3, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4, *ELSEWHERE}
+  assert set(registry.names()) == {*PUBLISHED, *GPT3, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4, *GEMMA4, *ELSEWHERE}
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
@@ -277,7 +323,7 @@ def test_eps_and_rope_base_reach_the_layers_beside_experts(name):
     assert (spec.ffn.router.score, spec.ffn.router.normalize) == ('softmax', True)
 
 
-@pytest.mark.parametrize('name', [*PUBLISHED, *GPT3, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4])
+@pytest.mark.parametrize('name', [*PUBLISHED, *GPT3, *MIXTURES, *HYBRIDS, *UNPUBLISHED, *LLAMA4, *GEMMA4])
 def test_config_json_and_card_are_inverses(name):
   c = registry.card(name)
   back = registry.card_from_hf(c.hf_config())

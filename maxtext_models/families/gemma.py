@@ -71,9 +71,10 @@ def from_hf(source):
 ACTIVATIONS = ('gelu_pytorch_tanh', 'gelu')
 
 
-def numbers(fields):
+def numbers(fields, bidirectional=(None, False)):
   """What config.json says of every Gemma alike, as arguments of its card."""
-  fields.absent('attention_bias', 'use_bidirectional_attention', 'quantization_config')
+  fields.absent('attention_bias', 'quantization_config')
+  fields.only('use_bidirectional_attention', *bidirectional)
   return dict(
     layers=fields.need('num_hidden_layers', int),
     d_model=fields.need('hidden_size', int),

@@ -25,6 +25,7 @@ import transformers
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import cases_deepseek
 import cases_dense
+import cases_gemma4
 import cases_llama4
 import cases_moe
 import cases_qwen3_next
@@ -33,6 +34,7 @@ MODULES = (
   cases_dense,
   cases_moe,
   cases_deepseek,
+  cases_gemma4,
   cases_llama4,
   cases_qwen3_next,
 )  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
