@@ -347,6 +347,18 @@ def test_what_a_token_meets():
   assert c.forward_flops(100) == 2 * 100 * c.matmul_parameters() + 48 * 2 * 100 * 100 * 32 * 128
 
 
+def test_coefficients_reach_every_router():
+  """F2: a term that the card has and a layer lacks would be silently absent."""
+  for name in registry.names():
+    c = registry.card(name)
+    routed = hasattr(c, 'balance_loss')
+    if routed:
+      c.balance_loss, c.router_z_loss = 0.5, 0.25
+    routers = [spec.ffn.router for spec in c.blocks() if hasattr(spec.ffn, 'router')]
+    assert bool(routers) == routed, name
+    assert all(r.balance.loss > 0 and r.balance.z_loss == 0.25 for r in routers), name
+
+
 # name: {window of a layer: how many}, [(what its period is by windows, repeats)] of the scan plan
 LOCAL, FULL = 1024, None
 WINDOWS = {

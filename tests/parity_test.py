@@ -58,7 +58,7 @@ def packed(graph, state, tokens, positions, segments):
   return model.logits(model.hidden(tokens, positions=positions, segments=segments)[0])
 
 
-@pytest.mark.parametrize('case', [*ONE_OF_EACH, 'mistral_1', 'mixtral_window'])
+@pytest.mark.parametrize('case', [*ONE_OF_EACH, 'mistral_1', 'mistral_2', 'mixtral_window'])
 def test_neither_padding_nor_a_second_document_changes_a_logit(loaded, case):
   """A6, B6: a row with padding on the right, and a row of two documents: each has the logits that it has alone."""
   reference = golden.reference(case)
