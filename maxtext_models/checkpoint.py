@@ -10,8 +10,8 @@ A native checkpoint is a directory:
 The manifest names what a segment of the plan holds by layer index, so a model with another plan reads the same files. A
 training checkpoint (RUN/checkpoints/STEP) is a native checkpoint with training's own items beside these.
 
-Orbax writes the arrays; they are read with TensorStore, slice by slice as a device or a plan needs them, into whatever
-sharding is wanted: nothing here depends on what a release of Orbax returns, and at most one parameter is in flight.
+Orbax writes the arrays; they are read (orbax_files.py) slice by slice as a device or a plan needs them, into whatever
+sharding is wanted: at most one parameter is in flight.
 
 Reading order: `kind`, `load`, `save`; `weights_item`, `write_manifest` and `restore_weights`, which training uses, too;
 `describe`.
@@ -33,9 +33,11 @@ from maxtext_layers import config
 from maxtext_layers import plan
 from maxtext_models import atomic
 from maxtext_models import decoder
+from maxtext_models import from_maxtext
 from maxtext_models import hf
 from maxtext_models import json_file
 from maxtext_models import layout
+from maxtext_models import orbax_files
 from maxtext_models import registry
 
 FORMAT = 'maxtext-native'
@@ -45,7 +47,7 @@ CHECKPOINTS, TOKENIZER, COMMIT = 'checkpoints', 'tokenizer', 'commit.json'
 
 
 def kind(directory) -> str:
-  """'hf', 'native' or 'run', from what marks each of them; config.Error if the marks of none or of two are there."""
+  """'hf', 'native' or 'run', from what marks each of them, or 'maxtext'; config.Error if it is none or two of these."""
   if not os.path.isdir(directory):
     raise config.Error(f'{directory} is not a directory')
   here = lambda *names: all(os.path.exists(os.path.join(directory, name)) for name in names)
@@ -56,13 +58,15 @@ def kind(directory) -> str:
     'hf': here('config.json') and weights,
   }
   found = [name for name, there in marks.items() if there]
+  if not found and from_maxtext.find(directory):
+    return 'maxtext'
   if len(found) == 1:
     return found[0]
   if found:
     raise config.Error(f'{directory} is marked as {" and as ".join(found)}; keep one of them a directory')
   raise config.Error(
     f'{directory} is no checkpoint: neither {MANIFEST} (native), nor config.json with safetensors (Hugging Face), '
-    f'nor config.txt with {CHECKPOINTS}/ (run)'
+    f'nor config.txt with {CHECKPOINTS}/ (run), nor STEP/items of the public MaxText'
   )
 
 
@@ -121,9 +125,15 @@ def resolve(directory) -> str:
   """The native checkpoint that a directory means: itself, or a run's newest whole one, see `remarks`.
 
   Raises:
-    config.Error: a step of a run is incomplete or was changed, or a run has no whole one.
+    config.Error: a step of a run is incomplete or was changed, or a run has no whole one; it is one of MaxText's.
   """
-  if kind(directory) != 'run':
+  what = kind(directory)
+  if what == 'maxtext':
+    raise config.Error(
+      f'{directory} is a checkpoint of the public MaxText; make a native one of it first: '
+      f'python -m maxtext_models.convert --source={directory} --card=NAME --target=DIR --to=native'
+    )
+  if what != 'run':
     if os.path.exists(os.path.join(directory, COMMIT)) and not committed(directory):
       raise config.Error(f'{directory} is incomplete or changed: not all files have the sizes that {COMMIT} names')
     return directory
@@ -272,7 +282,7 @@ def restore_weights(directory, state, segments, *, dtype=None):
     },
     compare_dtypes=dtype is None,
   )
-  reader = Reader(os.path.join(directory, WEIGHTS))
+  reader = orbax_files.Reader(os.path.join(directory, WEIGHTS))
   filled = {}
   for path, variable in leaves.items():
     leaf, names = variable.get_value(), layout.names_of(path, segments)
@@ -284,31 +294,6 @@ def restore_weights(directory, state, segments, *, dtype=None):
     slots = [there[name] for name in names]
     filled[path] = variable.replace(layout.place(wanted, lambda index, s=slots, w=wanted: gather(reader, s, w, index)))
   return nnx.from_flat_state([(path, filled[tuple(map(str, path))]) for path, _ in nnx.to_flat_state(state)])
-
-
-class Reader:
-  """Arrays of an Orbax pytree directory by key, or slices of them; the devices of the writer do not matter."""
-
-  def __init__(self, directory):
-    self.directory = os.path.abspath(directory)
-    self._stores = {}
-
-  def __call__(self, key: str, index=()) -> np.ndarray:
-    """array[index] of the array `key`, whose words are joined by dots."""
-    import tensorstore
-
-    if key not in self._stores:
-      # as path, not as URL: a folder's name may hold # ? or %
-      folder = {'driver': 'file', 'path': self.directory + '/'}
-      base = {'driver': 'ocdbt', 'base': folder, 'path': key}
-      try:
-        self._stores[key] = tensorstore.open({'driver': 'zarr', 'kvstore': base}, open=True, read=True).result()
-      except ValueError as error:
-        raise config.Error(f'{self.directory} has no readable array {key}: {_first_line(error)}') from None
-    try:
-      return self._stores[key][index].read().result()
-    except ValueError as error:
-      raise config.Error(f'{self.directory}: array {key} cannot be read: {_first_line(error)}') from None
 
 
 def gather(reader, slots, wanted, index):
@@ -410,6 +395,8 @@ def _field(hint, value, where):
 def describe(directory) -> dict:
   """What `convert --inspect` prints, without loading an array: kind, card, sizes; for a run also where it stands."""
   what = kind(directory)
+  if what == 'maxtext':
+    return from_maxtext.describe(directory)
   if what == 'hf':
     card, files = hf.read(directory)
     kinds = collections.Counter(code for code, _ in files.headers.values())
@@ -446,7 +433,3 @@ def describe(directory) -> dict:
 
 def _dtype(name):
   return np.dtype(jnp.dtype(name))
-
-
-def _first_line(error):
-  return str(error).splitlines()[0][:200]

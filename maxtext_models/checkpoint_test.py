@@ -24,6 +24,7 @@ from maxtext_models import atomic
 from maxtext_models import checkpoint
 from maxtext_models import decoder
 from maxtext_models import layout
+from maxtext_models import orbax_files
 from maxtext_models import registry
 
 TINY = dict(d_model=16, d_ff=24, heads=2, kv_heads=1, head_dim=8, vocab=11, context=64, name='tiny')
@@ -184,7 +185,7 @@ def test_saved_on_four_devices_read_on_one(model, tmp_path):
   subprocess.run([sys.executable, '-c', WRITER, 'write', target, str(here.parent)], check=True, env=env, timeout=120)
   assert checkpoint.describe(target)['layers'] == 12
   key = 'stack.segments.0.blocks.0.mixer.q.w'
-  reader = checkpoint.Reader(os.path.join(target, 'weights'))
+  reader = orbax_files.Reader(os.path.join(target, 'weights'))
   q = np.asarray(model.stack.segments[0].blocks[0].mixer.q.w[...])
   np.testing.assert_array_equal(reader(key), q)
   np.testing.assert_array_equal(reader(key, (slice(3, 5), slice(0, 4))), q[3:5, :4])

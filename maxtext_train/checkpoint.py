@@ -29,6 +29,7 @@ from maxtext_layers import plan
 from maxtext_models import atomic
 from maxtext_models import checkpoint as models
 from maxtext_models import layout
+from maxtext_models import orbax_files
 
 TEMPORARY = 'temporary'  # marks a folder that a save of ours may leave behind and a later one may delete
 _SHOWN = 10
@@ -254,7 +255,7 @@ def _read(path, stored, like, plans):
   there, here = _by_layer(stored, plans[0]), _by_layer(leaves, plans[1])
   if text := differences({n: e.kind for n, e in there.items()}, {n: e.kind for n, e in here.items()}):
     raise config.Error(f'{path} does not fit this run: {text}')
-  reader, values = models.Reader(path), []
+  reader, values = orbax_files.Reader(path), []
   for name, leaf in zip(names, jax.tree.leaves(like), strict=True):
     slots = [there[n].slot for n in _by_layer({name: leaves[name]}, plans[1])]
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf

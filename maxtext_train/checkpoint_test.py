@@ -14,6 +14,7 @@ import pytest
 from maxtext_layers import config
 from maxtext_models import checkpoint as models
 from maxtext_models import decoder
+from maxtext_models import orbax_files
 from maxtext_models.families import llama
 from maxtext_train import checkpoint
 
@@ -253,7 +254,7 @@ def test_saved_on_four_devices_read_on_one_and_two(tmp_path):
   assert models.committed(tmp_path / '1')['leaves'] == {'optimizer': {'m': [[8, 4], 'float32']}}
   here = checkpoint.Checkpoints(tmp_path).restore(1, {'optimizer': {'m': jax.ShapeDtypeStruct((8, 4), np.float32)}})
   assert np.array_equal(here['optimizer']['m'], np.arange(32.0).reshape(8, 4))
-  assert np.array_equal(models.Reader(tmp_path / '1' / 'optimizer')('m'), np.arange(32.0).reshape(8, 4))
+  assert np.array_equal(orbax_files.Reader(tmp_path / '1' / 'optimizer')('m'), np.arange(32.0).reshape(8, 4))
 
 
 def test_what_is_read_needs_no_budget(tmp_path, monkeypatch):

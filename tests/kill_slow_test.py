@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxtext_models import checkpoint as models
+from maxtext_models import orbax_files
 from maxtext_train import checkpoint
 from tests import tiny_run
 
@@ -39,7 +40,7 @@ def content(path):
   found = {json.loads((path / 'train.json').read_text())['step'], told['step']}
   for item, leaves in told['leaves'].items():
     for name in leaves:
-      value = models.Reader(path / item)(name)
+      value = orbax_files.Reader(path / item)(name)
       assert value.shape == (64, 1024)
       found |= set(np.unique(value).tolist())
   assert len(found) == 1

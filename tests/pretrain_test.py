@@ -13,6 +13,7 @@ import pytest
 
 from maxtext_layers import config
 from maxtext_models import checkpoint as models
+from maxtext_models import orbax_files
 from maxtext_train import checkpoint
 from maxtext_train import loop
 from maxtext_train import pretrain
@@ -37,7 +38,7 @@ def lines(folder):
 def arrays(step):
   """Every array of a checkpoint, by item and name."""
   leaves = models.committed(step)['leaves']
-  return {(item, name): models.Reader(step / item)(name) for item in leaves for name in leaves[item]}
+  return {(item, name): orbax_files.Reader(step / item)(name) for item in leaves for name in leaves[item]}
 
 
 @pytest.fixture(scope='module')

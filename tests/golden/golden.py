@@ -4,6 +4,7 @@ import functools
 import pathlib
 import shutil
 from typing import NamedTuple
+import zipfile
 
 import numpy as np
 
@@ -47,6 +48,18 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'deepseek3_halves': 'deepseek3_halves',
 }
 CASES = tuple(WEIGHTS)
+MAXTEXT = (  # cases of make_maxtext_goldens.py
+  'llama',
+  'llama_halves',
+  'qwen3',
+  'qwen3_moe',
+  'mixtral',
+  'deepseek3',
+  'deepseek2',
+  'gpt_oss',
+  'gemma2',
+  'gemma3',
+)
 
 
 class Reference(NamedTuple):
@@ -71,4 +84,19 @@ def directory(case: str, parent) -> str:
   target.mkdir()
   shutil.copyfile(HERE / f'{case}.json', target / 'config.json')
   shutil.copyfile(HERE / f'{WEIGHTS[case]}.safetensors', target / 'model.safetensors')
+  return str(target)
+
+
+@functools.cache
+def maxtext_logits(case: str) -> tuple[np.ndarray, np.ndarray]:
+  """(tokens int32 [B, T], logits float32 [B, T, V]) of the public MaxText."""
+  with np.load(HERE / 'maxtext' / f'{case}.npz') as file:
+    return file['tokens'], file['logits']
+
+
+def maxtext_directory(case: str, parent) -> str:
+  """Puts the checkpoints of the public MaxText below `parent`, with a config.json of the same model; its path."""
+  target = pathlib.Path(parent) / case
+  zipfile.ZipFile(HERE / 'maxtext' / f'{case}.zip').extractall(target)
+  shutil.copyfile(HERE / 'maxtext' / f'{case}.json', target / 'config.json')
   return str(target)
