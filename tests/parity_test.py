@@ -52,7 +52,7 @@ def test_logits_equal_transformers(scores, loaded, case, scan):
   assert np.abs(scores(case, scan) - reference.logits).max() <= TOLERANCE
 
 
-@functools.partial(jax.jit, static_argnames='graph')
+@functools.partial(jax.jit, static_argnames='graph', compiler_options=wrong.QUICK)
 def packed(graph, state, tokens, positions, segments):
   model = nnx.merge(graph, state)
   return model.logits(model.hidden(tokens, positions=positions, segments=segments)[0])

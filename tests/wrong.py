@@ -20,6 +20,7 @@ from tests.golden import golden
 
 TOLERANCE = 1e-4
 SEEN = 100 * TOLERANCE
+QUICK = {'xla_backend_optimization_level': 0}  # compiles in 0.6 of the time, for what runs once
 
 
 def folders(parent):
@@ -41,7 +42,8 @@ def distance(case, model, score=scoring.scorer):
 def changed(model):
   """scoring.scorer without its memory of compilations, for a test that changes a function below it."""
   graph, state = nnx.split(model)
-  forward = jax.jit(lambda state, tokens: (m := nnx.merge(graph, state)).logits(m.hidden(tokens)[0]))
+  forward = lambda state, tokens: (m := nnx.merge(graph, state)).logits(m.hidden(tokens)[0])
+  forward = jax.jit(forward, compiler_options=QUICK)
   return lambda tokens: np.asarray(forward(state, tokens))
 
 
@@ -107,13 +109,13 @@ def replaced(spec, path, **changes):
   return dataclasses.replace(spec, **{name: dataclasses.replace(inner, **changes)})
 
 
-@functools.partial(jax.jit, static_argnames='slots')
+@functools.partial(jax.jit, static_argnames='slots', compiler_options=QUICK)
 def _prefill(model, tokens, slots):
   x, caches, _ = model.hidden(tokens, caches=model.stack.caches(len(tokens), slots))
   return model.logits(x), caches
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=QUICK)
 def _step(model, token, start, caches):
   x, caches, _ = model.hidden(token, start=start, caches=caches)
   return model.logits(x), caches
