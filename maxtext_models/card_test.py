@@ -180,6 +180,9 @@ def test_what_is_not_supported_is_named(source, said):
       'partial_rotary_factor=[0.25] is not a number',
     ),
     ('qwen3-30b-a3b', {'mlp_only_layers': 3}, 'mlp_only_layers=3 is not a list'),
+    ('qwen3-30b-a3b', {'mlp_only_layers': [0, 48]}, 'dense_layers=(0, 48) (mlp_only_layers): 48 is none of 48 layers'),
+    ('qwen3-30b-a3b', {'mlp_only_layers': [-1]}, 'dense_layers=(-1,) (mlp_only_layers): -1 is none of 48 layers'),
+    ('qwen3-30b-a3b', {'mlp_only_layers': [True]}, 'dense_layers=(True,) (mlp_only_layers): True is none of 48 layers'),
     ('gpt-oss-20b', {'layer_types': 'full_attention'}, "layer_types='full_attention' is not a list"),
   ],
 )
@@ -188,6 +191,16 @@ def test_fields_of_another_type_are_named(name, change, said):
     registry.card_from_hf(registry.card(name).hf_config() | change)
   assert said in str(error.value)
   assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('name', ['qwen3-next-80b-a3b', 'qwen3.5-27b', 'qwen3.5-35b-a3b'])
+@pytest.mark.parametrize('share, elements', [(0.3, '76.8'), (0.01, '2.56'), (3 / 256, '3'), (2.0, '512')])
+def test_a_share_of_a_head_that_cannot_turn_is_named(name, share, elements):
+  source = registry.card(name).hf_config()
+  source['rope_parameters']['partial_rotary_factor'] = source['partial_rotary_factor'] = share
+  with pytest.raises(config.Error) as error:
+    registry.card_from_hf(source)
+  assert f'rotary={share} (partial_rotary_factor) of head_dim=256 is {elements} elements' in str(error.value)
 
 
 def test_an_empty_list_of_llama4_says_nothing_or_no_layer():

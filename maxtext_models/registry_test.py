@@ -105,6 +105,14 @@ MIXTURES = {
 # d_expert, heads, kv_heads, key and value heads of a delta net, vocab, experts, top_k, tied
 HYBRIDS = {
   'qwen3-next-80b-a3b': (79674391296, 48, 2048, 512, 16, 2, 16, 32, 151936, 512, 10, False),
+  'qwen3.5-0.8b': (752393024, 24, 1024, 3584, 8, 2, 16, 16, 248320, None, None, True),
+  'qwen3.5-2b': (1881825088, 24, 2048, 6144, 8, 2, 16, 16, 248320, None, None, True),
+  'qwen3.5-4b': (4205751296, 32, 2560, 9216, 16, 4, 16, 32, 248320, None, None, True),
+  'qwen3.5-9b': (8953803264, 32, 4096, 12288, 16, 4, 16, 32, 248320, None, None, False),
+  'qwen3.5-27b': (26895998464, 64, 5120, 17408, 24, 4, 16, 48, 248320, None, None, False),
+  'qwen3.5-35b-a3b': (34660610688, 40, 2048, 512, 16, 2, 16, 32, 248320, 256, 8, False),
+  'qwen3.5-122b-a10b': (122111526912, 48, 3072, 1024, 32, 2, 16, 64, 248320, 256, 8, False),
+  'qwen3.5-397b-a17b': (396346350336, 60, 4096, 1024, 32, 2, 16, 64, 248320, 512, 10, False),
 }
 ELSEWHERE = [name for name in registry.names() if name.startswith(('deepseek', 'kimi'))]  # deepseek_test.py has a table
 UNPUBLISHED = ('envy-switch-base', 'envy-switch-large', 'envy-switch-xxl')  # tests/envy_twin_test.py counts them
@@ -260,6 +268,11 @@ def test_card_of_delta_nets_has_the_published_numbers(name):
     256, 128, 128, 4, 0.25, 1e7, 1e-6, 262144,
   )  # fmt: skip
   assert c.source.startswith('https://huggingface.co/Qwen/') and c.name == name
+
+
+@pytest.mark.parametrize('name, active', [('qwen3.5-35b-a3b', 3), ('qwen3.5-122b-a10b', 10), ('qwen3.5-397b-a17b', 17)])
+def test_so_many_parameters_are_active_as_the_name_says(name, active):
+  assert registry.card(name).active_parameters() / 1e9 == pytest.approx(active, abs=0.5)
 
 
 def test_what_a_token_of_qwen3_next_meets():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from maxtext_layers import attention
@@ -37,9 +38,12 @@ def ffn(**changes):
 
 
 BLOCKS = {  # what is wrong: (case, change of its blocks)
-  'attention without its gate': ('qwen3_next', mixer(attention.Spec, gate=False)),
   'norms of queries and keys without 1 +': ('qwen3_next', mixer(attention.Spec, qk_norm=norm.Spec(1e-6))),
-  'half of a head turns': ('qwen3_next', mixer(attention.Spec, rope__rotary=8)),
+  'norms without 1 +': ('qwen3_5_moe', lambda spec: dataclasses.replace(spec, norm=norm.Spec(1e-6))),
+  'the norm of a delta net with 1 +': ('qwen3_5_moe', mixer(delta.Spec, norm=norm.Spec(1e-6, offset=1.0))),
+  'dense: attention without its gate': ('qwen3_5', mixer(attention.Spec, gate=False)),
+  'dense: all of a head turns': ('qwen3_5', mixer(attention.Spec, rope__rotary=None)),
+  'dense: another base': ('qwen3_5', mixer(attention.Spec, rope__theta=1000000.0)),
   'the shared expert without its gate': ('qwen3_next', ffn(shared_gate=False)),
 }
 
@@ -64,11 +68,24 @@ def swapped(name, *borders):
   return edit
 
 
+def flipped(name):
+  """The taps of a convolution in reverse."""
+
+  def edit(tensors):
+    tensors[name] = np.ascontiguousarray(tensors[name][..., ::-1])
+
+  return edit
+
+
 LAYER = 'model.layers.0.linear_attn.'
 EDITS = {  # what is wrong: (case, edit of its tensors); 2 key heads of 8, 3 values heads of 10 for each
   'q and k of a delta net': ('qwen3_next', swapped(LAYER + 'in_proj_qkvz.weight', 2, 0, 8, 8)),
   'v and its gate': ('qwen3_next', swapped(LAYER + 'in_proj_qkvz.weight', 2, 16, 46, 30)),
   'beta and decay': ('qwen3_next', swapped(LAYER + 'in_proj_ba.weight', 2, 0, 3, 3)),
+  'q and k, split': ('qwen3_5', swapped(LAYER + 'in_proj_qkv.weight', 1, 0, 16, 16)),
+  'value heads in another order': ('qwen3_5', swapped(LAYER + 'in_proj_z.weight', 1, 10, 20, 10)),
+  'taps in reverse': ('qwen3_5', flipped(LAYER + 'conv1d.weight')),
+  'convolutions of q and k': ('qwen3_5_moe', swapped(LAYER + 'conv1d.weight', 1, 0, 16, 16)),
   'query and gate of attention': ('qwen3_next', swapped('model.layers.2.self_attn.q_proj.weight', 4, 0, 16, 16)),
 }
 

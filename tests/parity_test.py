@@ -5,6 +5,7 @@ mutation_test.py shows what would show. References are made by tests/golden/make
 
 import functools
 import json
+import re
 
 from flax import nnx
 import jax
@@ -78,6 +79,7 @@ def test_neither_padding_nor_a_second_document_changes_a_logit(loaded, case):
 
 DECODED = (
   'llama', 'qwen2', 'mistral', 'gemma', 'gemma2', 'gemma3', 'olmo3', 'gpt2', 'mixtral', 'qwen3_moe', 'gpt_oss',
+  'qwen3_next', 'qwen3_5',
 )  # fmt: skip
 
 
@@ -138,6 +140,36 @@ def test_the_text_part_of_an_image_text_directory(folder, tmp_path):
   assert card.hf_config()['architectures'] == ['Gemma3ForCausalLM']
   back = dict(hf.tensors(card, model))
   assert back.keys() == tensors.keys() and all((back[name] == tensors[name]).all() for name in tensors)
+
+
+@pytest.mark.parametrize('case', ['qwen3_5_moe', 'qwen3_5'])
+def test_qwen3_5_as_it_is_published(folder, scores, tmp_path, case):
+  """Names of the image-text model, the experts of a layer in two tensors, a tower and mtp beside."""
+  text = json.load(open(f'{folder(case)}/config.json'))
+  named, stacked = {}, {}
+  for name, value in safetensors.numpy.load_file(f'{folder(case)}/model.safetensors').items():
+    if found := re.fullmatch(r'(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight', name):
+      stacked.setdefault(found[1], {})[found[3], int(found[2])] = value
+    else:
+      named[name] = value
+  for name, experts in stacked.items():
+    gate, up, down = (np.stack([experts[kind, e] for e in range(7)]) for kind in ('gate_proj', 'up_proj', 'down_proj'))
+    named |= {f'{name}.gate_up_proj': np.concatenate([gate, up], 1), f'{name}.down_proj': down}
+  there = {name.replace('model.', 'model.language_model.', 1): value for name, value in named.items()}
+  there |= {name: np.ones(3, np.float32) for name in ('model.visual.blocks.0.attn.qkv.bias', 'mtp.norm.weight')}
+  kind = text['model_type'].removesuffix('_text')
+  whole = {'model_type': kind, 'text_config': text, 'tie_word_embeddings': case == 'qwen3_5', 'vision_config': {}}
+  whole['architectures'] = [{'qwen3_5_moe': 'Qwen3_5Moe', 'qwen3_5': 'Qwen3_5'}[kind] + 'ForConditionalGeneration']
+  json.dump(whole, open(tmp_path / 'config.json', 'w'))
+  safetensors.numpy.save_file(there, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+  card, model = hf.load(tmp_path)
+  np.testing.assert_array_equal(scoring.scorer(model)(golden.reference(case).tokens), scores(case, False))
+  back = dict(hf.tensors(card, model))
+  assert back.keys() == named.keys() and all(back[name].tobytes() == named[name].tobytes() for name in named)
+  assert holds(card.hf_config(), {'model_type': text['model_type'], 'architectures': text['architectures']})
+  assert '  passed over, because only the text model is read: model.visual.blocks.0.attn.qkv.bias' in hf.remarks(
+    tmp_path
+  )
 
 
 def test_bfloat16_says_what_transformers_says_in_bfloat16(folder):

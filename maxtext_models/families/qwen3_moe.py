@@ -30,6 +30,11 @@ class Qwen3Moe(mixtral.Mixtral):
   def check_own(self):
     if self.step < 1:
       raise config.Error(f'step={self.step} is not positive')
+    for layer in self.dense_layers:
+      if isinstance(layer, bool) or not 0 <= layer < self.layers:
+        raise config.Error(
+          f'dense_layers={self.dense_layers} (mlp_only_layers): {layer!r} is none of {self.layers} layers'
+        )
 
   def blocks(self):
     mixer = dataclasses.replace(self.mixer(), qk_norm=norm.Spec(self.eps))

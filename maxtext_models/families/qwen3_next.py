@@ -46,8 +46,12 @@ class Hybrid(card.Card):
     self.whole('full_every', 'key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps')
     if self.value_heads % self.key_heads:
       raise config.Error(f'value_heads={self.value_heads} is no multiple of key_heads={self.key_heads}')
-    if not 0 < self.rotary <= 1 or int(self.head_dim * self.rotary) % 2:
-      raise config.Error(f'rotary={self.rotary!r} of head_dim={self.head_dim} is no even number of elements')
+    turned = self.head_dim * self.rotary
+    if not 0 < self.rotary <= 1 or turned != int(turned) or turned % 2:
+      raise config.Error(
+        f'rotary={self.rotary!r} (partial_rotary_factor) of head_dim={self.head_dim} is {turned:g} elements, '
+        'which is no even whole number'
+      )
 
   def full(self):
     """The layers that are attention."""

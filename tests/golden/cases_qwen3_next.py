@@ -1,6 +1,10 @@
-"""Reference cases of Qwen 3 Next: what make_goldens.py makes them from.
+"""Reference cases of Qwen 3 Next and Qwen 3.5: what make_goldens.py makes them from.
 
-Rows cross two borders of a delta net's chunks, layers are two periods of three, and no two sizes are alike.
+Rows cross two borders of a delta net's chunks, layers are two periods of three (dense: of two), and no two sizes are
+alike. A delta net that forgets fast reads almost nothing from its matrix now and then. The norm behind it makes one of
+that again, and of the rounding of float32 as well: with A_log and dt_bias drawn around 0.5 two right programs are 1e-3
+apart, around -1 they are 1e-4. Around -2.5, and with logits whose standard deviation is little above 1, they are less
+than 3e-5 apart, which leaves the tolerance of 1e-4 to mistakes.
 """
 
 HYBRID = dict(
@@ -19,22 +23,34 @@ NEXT = dict(ROUTED, intermediate_size=40, rope_parameters=TURN)
 CASES = {
   'qwen3_next': ('qwen3_next', 'Qwen3Next', NEXT, 2, 150),
   'qwen3_next_raw': ('qwen3_next', 'Qwen3Next', dict(NEXT, norm_topk_prob=False), 1, 150),
-}
+  'qwen3_5_moe': ('qwen3_5_moe', 'Qwen3_5MoeText', dict(ROUTED, rope_parameters=TURN), 1, 150),
+  'qwen3_5': (
+    'qwen3_5',
+    'Qwen3_5Text',
+    dict(HYBRID, intermediate_size=44, tie_word_embeddings=True, rope_parameters=dict(TURN, partial_rotary_factor=0.5),
+         num_hidden_layers=4, layer_types=['linear_attention', 'full_attention'] * 2),
+    1,
+    150,
+  ),
+}  # fmt: skip
 
 
 def randomise(weights, name, draw):
   """The value of a parameter that is not drawn as all others are, from a standard normal draw; else None."""
-  del weights
   if name.endswith('linear_attn.norm.weight'):
     return 1 + 0.3 * draw
+  if name == 'model.norm.weight' and weights == 'qwen3_5':  # a tied head has no scale of its own
+    return 0.3 * draw - 0.4
   if 'norm' in name:  # stored as a difference from one
     return 0.3 * draw
   if name.endswith(('A_log', 'dt_bias')):
-    return draw - 1.0
+    return 0.5 * draw - 2.5
   if name.endswith('conv1d.weight'):
     return 0.6 * draw
   if name.endswith('mlp.gate.weight'):
     return 2.0 * draw / draw.shape[1] ** 0.5
+  if 'lm_head' in name:
+    return 1.15 * draw / draw.shape[1] ** 0.5
   if 'experts.' in name and draw.ndim == 3:
     return draw / draw.shape[2] ** 0.5
   return None

@@ -42,6 +42,8 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'llama4_maverick': 'llama4_maverick',
   'qwen3_next': 'qwen3_next',
   'qwen3_next_raw': 'qwen3_next',
+  'qwen3_5_moe': 'qwen3_5_moe',
+  'qwen3_5': 'qwen3_5',
   'deepseek2': 'deepseek2',
   'deepseek2_groups': 'deepseek2_groups',
   'deepseek3': 'deepseek3',
