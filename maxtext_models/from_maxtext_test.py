@@ -1,3 +1,4 @@
+import doctest
 import functools
 import json
 import shutil
@@ -137,7 +138,7 @@ def test_inspect(run, folder):
   assert code == 0
   assert told['kind'] == 'maxtext' and told['layout'].startswith('stacked') and told['items'].endswith('1/items')
   assert told['others'] == 'nnx_aux, opt_state, step' and told['tied'] == 'False'
-  assert told['parameters'] == '30,176' and told['dtype'] == 'float32'
+  assert told['parameters'] == '33,948' and told['dtype'] == 'float32'
   assert 'unstacked' in run(f'--source={folder("llama")}/unstacked', '--inspect')[1]
 
 
@@ -153,7 +154,7 @@ def test_other_programs_say_how_to_convert_it(folder):
     (['--card=lama3.1-8b'], "did you mean 'llama3.1-8b'"),
     (['--card=nowhere.json'], 'cannot read nowhere.json'),
     (['--card=llama4-scout'], 'a Llama4 is not read from a checkpoint of MaxText'),
-    (['--card=llama3.1-8b'], 'token_embedder/embedding has shape [96, 32], the card makes it [128256, 4096]'),
+    (['--card=llama3.1-8b'], 'token_embedder/embedding has shape [96, 36], the card makes it [128256, 4096]'),
     (['--card=qwen3-8b'], 'lacks decoder/layers/self_attention/key_norm/scale'),
     (['--card=llama3.2-1b'], 'holds decoder/logits_dense/kernel, which a Llama of 16 layers does not have'),
     (['--card=llama3.1-8b', '--source_format=hf'], '--source_format=hf, but'),
@@ -167,10 +168,10 @@ def test_bad_cards_are_one_line_and_code_2(run, folder, tmp_path, flags, said):
 
 @pytest.fixture(name='anew', scope='module')
 def _anew(folder, tmp_path_factory):
-  """Saves the arrays of the case llama anew with Orbax, after `edit` changed them (name -> array); its directory."""
+  """Saves the arrays of a case anew with Orbax, after `edit` changed them (name -> array); its directory."""
 
-  def anew(edit, **options):
-    files = from_maxtext.Files(f'{folder("llama")}/stacked')
+  def anew(edit, case='llama', **options):
+    files = from_maxtext.Files(f'{folder(case)}/stacked')
     arrays = {name: files.get(name) for name in files.headers}
     edit(arrays)
     tree: dict = {}
@@ -198,6 +199,29 @@ def test_formats_of_files_and_dtypes(anew, card, loaded, options):
   got, wanted = parameters(model), parameters(loaded('llama')[1])
   assert {str(v.dtype) for k, v in got.items() if 'norm' not in k} == {'bfloat16'}
   assert all(np.array_equal(got[name], wanted[name].astype(got[name].dtype)) for name in got)
+
+
+def test_biases_of_routers_among_the_parameters(anew, card, loaded):
+  """Where releases before kept them, stacked along the second axis like everything else."""
+  name = 'decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/bias'
+  _, model = from_maxtext.load(
+    anew(lambda arrays: arrays.update({name: arrays[name].T}), 'deepseek3'), card('deepseek3')
+  )
+  wanted, got = parameters(loaded('deepseek3')[1]), parameters(model)
+  assert all(np.array_equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize('case, every', [('gemma2', 3), ('gemma3', 2)])
+def test_other_turns_of_windows_are_refused(folder, card, case, every):
+  """Shapes would not show it."""
+  other = card(case)
+  other.full_every = every
+  with pytest.raises(config.Error, match=f'full_every={every}, where the Gemma[23] of MaxText has'):
+    from_maxtext.load(f'{folder(case)}/stacked', other)
+
+
+def test_doctests():
+  assert doctest.testmod(from_maxtext).failed == 0
 
 
 @pytest.mark.parametrize('rows', [112, 90])
@@ -234,11 +258,11 @@ def test_tables_of_another_number_of_rows(anew, run, folder, card, loaded, tmp_p
     ),
     (
       lambda arrays: arrays.update({Q: arrays[Q][:, :2]}),
-      f'{Q} has shape [32, 2, 6, 8], the card makes it [32, 3, 6, 8]',
+      f'{Q} has shape [36, 2, 6, 8], the card makes it [36, 3, 6, 8]',
     ),
     (
       lambda arrays: arrays.update({EMBED: arrays[EMBED].repeat(8, 0)}),
-      f'{EMBED} has shape [768, 32], the card makes it',
+      f'{EMBED} has shape [768, 36], the card makes it',
     ),
   ],
 )

@@ -62,25 +62,25 @@ GROUPS = dict(
 # case -> (settings of MaxText, fields of config.json)
 CASES = {
   'llama': (
-    dict(model_name='llama3.1-8b', base_emb_dim=32, base_mlp_dim=40, base_num_decoder_layers=3),
+    dict(model_name='llama3.1-8b', base_emb_dim=36, base_mlp_dim=40, base_num_decoder_layers=3),
     dict(
-      HF, model_type='llama', architectures=['LlamaForCausalLM'], hidden_size=32, intermediate_size=40,
+      HF, model_type='llama', architectures=['LlamaForCausalLM'], hidden_size=36, intermediate_size=40,
       num_hidden_layers=3, rms_norm_eps=1e-5, rope_theta=500000.0,
       rope_scaling=dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                         original_max_position_embeddings=8192),
     ),
   ),
   'llama_halves': (  # Llama 2 and 3, whose positions turn as Hugging Face's do
-    dict(model_name='llama2-7b', base_emb_dim=32, base_mlp_dim=40, base_num_decoder_layers=3),
+    dict(model_name='llama2-7b', base_emb_dim=36, base_mlp_dim=40, base_num_decoder_layers=3),
     dict(
-      HF, model_type='llama', architectures=['LlamaForCausalLM'], hidden_size=32, intermediate_size=40,
+      HF, model_type='llama', architectures=['LlamaForCausalLM'], hidden_size=36, intermediate_size=40,
       num_hidden_layers=3, rms_norm_eps=1e-5, rope_theta=10000.0,
     ),
   ),
   'qwen3': (
-    dict(model_name='qwen3-0.6b', base_emb_dim=32, base_mlp_dim=40, base_num_decoder_layers=3),
+    dict(model_name='qwen3-0.6b', base_emb_dim=36, base_mlp_dim=40, base_num_decoder_layers=3),
     dict(
-      HF, model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_size=32, intermediate_size=40,
+      HF, model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_size=36, intermediate_size=40,
       num_hidden_layers=3, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True,
     ),
   ),
@@ -153,10 +153,10 @@ CASES = {
   ),
   'gemma2': (  # a layer of theirs is two of ours; their table has more rows than the published one
     dict(model_name='gemma2-2b', base_emb_dim=16, base_mlp_dim=24, base_num_decoder_layers=3, sliding_window_size=8,
-         vocab_size=112),
+         vocab_size=112, base_num_query_heads=4),
     dict(
-      HF, model_type='gemma2', architectures=['Gemma2ForCausalLM'], hidden_size=16, intermediate_size=24,
-      num_hidden_layers=6, query_pre_attn_scalar=8, sliding_window=8, attn_logit_softcapping=50.0,
+      HF | dict(num_attention_heads=4), model_type='gemma2', architectures=['Gemma2ForCausalLM'], hidden_size=16,
+      intermediate_size=24, num_hidden_layers=6, query_pre_attn_scalar=8, sliding_window=8, attn_logit_softcapping=50.0,
       final_logit_softcapping=30.0, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True,
       hidden_act='gelu_pytorch_tanh', hidden_activation='gelu_pytorch_tanh',
       layer_types=['sliding_attention', 'full_attention'] * 3,
@@ -164,10 +164,11 @@ CASES = {
   ),
   'gemma3': (  # two blocks of six layers and a layer more; no training state, whose 13 stacks would be the largest file
     dict(model_name='gemma3-4b', base_emb_dim=16, base_mlp_dim=18, base_num_decoder_layers=13, sliding_window_size=8,
-         vocab_size=64),
+         vocab_size=64, base_num_query_heads=4),
     dict(
-      HF | dict(vocab_size=64), model_type='gemma3_text', architectures=['Gemma3ForCausalLM'], hidden_size=16,
-      intermediate_size=18, num_hidden_layers=13, query_pre_attn_scalar=8, sliding_window=8, rms_norm_eps=1e-6,
+      HF | dict(vocab_size=64, num_attention_heads=4), model_type='gemma3_text',
+      architectures=['Gemma3ForCausalLM'], hidden_size=16, intermediate_size=18, num_hidden_layers=13,
+      query_pre_attn_scalar=8, sliding_window=8, rms_norm_eps=1e-6,
       tie_word_embeddings=True, hidden_activation='gelu_pytorch_tanh', rope_theta=1000000.0,
       rope_local_base_freq=10000.0, rope_scaling=dict(rope_type='linear', factor=8.0),
       attn_logit_softcapping=None, final_logit_softcapping=None,
