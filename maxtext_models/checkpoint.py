@@ -10,8 +10,8 @@ A native checkpoint is a directory:
 The manifest names what a segment of the plan holds by layer index, so a model with another plan reads the same files. A
 training checkpoint (RUN/checkpoints/STEP) is a native checkpoint with training's own items beside these.
 
-Orbax writes the arrays; they are read (orbax_files.py) slice by slice as a device or a plan needs them, into whatever
-sharding is wanted: at most one parameter is in flight.
+Arrays are written layer by layer and read slice by slice, as a device or a plan needs them, into whatever sharding is
+wanted (orbax_files.py): at most one parameter is in flight.
 
 Reading order: `kind`, `load`, `save`; `weights_item`, `write_manifest` and `restore_weights`, which training uses, too;
 `describe`.
@@ -19,6 +19,7 @@ Reading order: `kind`, `load`, `save`; `weights_item`, `write_manifest` and `res
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import types
@@ -70,7 +71,7 @@ def kind(directory) -> str:
   )
 
 
-def load(directory, *, dtype=None, scan: bool | str = 'auto', remat='none', shardings=None):
+def load(directory, *, dtype=None, scan: bool | str = 'auto', remat='none', shardings=None, lazy=False):
   """(card, Decoder) from an HF directory, a native checkpoint, or the newest checkpoint of a run.
 
   Args:
@@ -79,12 +80,13 @@ def load(directory, *, dtype=None, scan: bool | str = 'auto', remat='none', shar
     scan: see decoder.Decoder; the plan of the files does not matter.
     remat: see decoder.Decoder.
     shardings: maps the abstract state of parameters to shardings, for a model that is born sharded; None: one device.
+    lazy: parameters are layout.Lazy, which `save` and hf.save read one by one: for models that memory does not hold.
 
   Raises:
     config.Error: the directory is no checkpoint or a broken one.
   """
   if kind(directory) == 'hf':
-    return hf.load(directory, dtype=dtype, scan=scan, remat=remat, shardings=shardings)
+    return hf.load(directory, dtype=dtype, scan=scan, remat=remat, shardings=shardings, lazy=lazy)
   directory = resolve(directory)
   card, manifest = read_card(directory), read_manifest(directory)
   compute = dtype or (manifest['dtype'] if manifest['dtype'] != 'mixed' else 'float32')
@@ -93,7 +95,7 @@ def load(directory, *, dtype=None, scan: bool | str = 'auto', remat='none', shar
   if shardings is not None:
     attach = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)
     state = jax.tree.map(attach, state, shardings(state))
-  return card, nnx.merge(graph, restore_weights(directory, state, model.stack.plan, dtype=dtype or 'stored'))
+  return card, nnx.merge(graph, restore_weights(directory, state, model.stack.plan, dtype=dtype or 'stored', lazy=lazy))
 
 
 def save(directory, card, model, tokenizer_dir=None):
@@ -109,13 +111,11 @@ def save(directory, card, model, tokenizer_dir=None):
     config.Error: the directory is not empty.
     config.Failure: the disk is full.
   """
-  import orbax.checkpoint as ocp
-
   state = nnx.state(model, nnx.Param)
-  size = sum(v.get_value().nbytes for v in layout.leaves(state).values())
-  with atomic.directory(directory, size) as temporary:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)) as writer:
-      writer.save(os.path.join(temporary, WEIGHTS), args=ocp.args.PyTreeSave(weights_item(state)))
+  leaves = {path: variable.get_value() for path, variable in layout.leaves(state).items()}
+  with atomic.directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
+    of = lambda path, leaf: (path, leaf.shape, leaf.dtype, path[0] == 'stack', layout.rows(leaf))
+    orbax_files.write(os.path.join(temporary, WEIGHTS), (of(path, leaf) for path, leaf in leaves.items()))
     write_manifest(temporary, card, state, model.stack.plan)
     if tokenizer_dir is not None:
       hf.carry(tokenizer_dir, temporary)
@@ -252,7 +252,7 @@ def read_manifest(directory) -> dict:
   return value
 
 
-def restore_weights(directory, state, segments, *, dtype=None):
+def restore_weights(directory, state, segments, *, dtype=None, lazy=False):
   """`state` (abstract, or arrays to be replaced) with the parameters of a native checkpoint of any plan.
 
   Args:
@@ -260,6 +260,7 @@ def restore_weights(directory, state, segments, *, dtype=None):
     state: parameters; the sharding of a leaf, if it has one, is where its array goes.
     segments: the plan of `state`.
     dtype: None: dtypes must be equal; 'stored': the state takes those of the files; else what all are converted to.
+    lazy: see `load`.
 
   Raises:
     config.Error: names missing, left-over and mismatched parameters, by layer.
@@ -267,15 +268,15 @@ def restore_weights(directory, state, segments, *, dtype=None):
   stored = read_manifest(directory)
   try:
     plan_there = [plan.Segment((None,) * s['period'], s['count'], s['start']) for s in stored['plan']]
-    arrays = {tuple(key.split('.')): (tuple(a['shape']), _dtype(a['dtype'])) for key, a in stored['weights'].items()}
-    there = layout.slots(arrays, plan_there)
+    held = {tuple(key.split('.')): (tuple(a['shape']), _dtype(a['dtype'])) for key, a in stored['weights'].items()}
+    there = layout.slots(held, plan_there)
   except (KeyError, IndexError, ValueError, TypeError) as error:
     raise config.Error(f'{os.path.join(directory, MANIFEST)} is damaged: {error!r}') from None
   leaves = layout.leaves(state)
   here = layout.slots(leaves, segments)
   _compare(
     directory,
-    {n: (_inner(arrays[s.path][0], s), arrays[s.path][1]) for n, s in there.items()},
+    {n: (_inner(held[s.path][0], s), held[s.path][1]) for n, s in there.items()},
     {
       n: (_inner(leaves[s.path].get_value().shape, s), np.dtype(leaves[s.path].get_value().dtype))
       for n, s in here.items()
@@ -286,13 +287,17 @@ def restore_weights(directory, state, segments, *, dtype=None):
   filled = {}
   for path, variable in leaves.items():
     leaf, names = variable.get_value(), layout.names_of(path, segments)
-    kinds = [arrays[there[name].path][1] for name in names]
+    kinds = [held[there[name].path][1] for name in names]
     target = kinds[0] if dtype in (None, 'stored') or variable.get_metadata('fixed', False) else np.dtype(dtype)
     for other in kinds[1:] if dtype == 'stored' else ():
       target = jnp.promote_types(target, other)
     wanted = jax.ShapeDtypeStruct(leaf.shape, target, sharding=getattr(leaf, 'sharding', None))
     slots = [there[name] for name in names]
-    filled[path] = variable.replace(layout.place(wanted, lambda index, s=slots, w=wanted: gather(reader, s, w, index)))
+    if lazy:
+      value = layout.Lazy(wanted.shape, np.dtype(target), functools.partial(_rows, reader, slots, wanted))
+    else:
+      value = layout.place(wanted, functools.partial(gather, reader, slots, wanted))
+    filled[path] = variable.replace(value)
   return nnx.from_flat_state([(path, filled[tuple(map(str, path))]) for path, _ in nnx.to_flat_state(state)])
 
 
@@ -306,6 +311,17 @@ def gather(reader, slots, wanted, index):
   if all(slot == layout.Slot(first.path, first.repeat + i) for i, slot in enumerate(chosen)):  # lie together there, too
     return reader('.'.join(first.path), (slice(first.repeat, first.repeat + len(chosen)), *index[1:]))
   return np.stack([reader('.'.join(slot.path), (slot.repeat, *index[1:])).astype(wanted.dtype) for slot in chosen])
+
+
+def _rows(reader, slots, wanted):
+  """What layout.Lazy.rows gives: layers one by one, or all where they are compressed together."""
+  read = lambda index: np.asarray(gather(reader, slots, wanted, index), wanted.dtype)
+  rest = (slice(None),) * (len(wanted.shape) - 1)
+  if slots[0].repeat is None:
+    return layout.Rows(lambda _: read((slice(None), *rest)))
+  if reader.rows('.'.join(slots[0].path)) > 1:
+    return read((slice(None), *rest))
+  return layout.Rows(lambda layer: read((slice(layer, layer + 1), *rest))[0])
 
 
 def _compare(directory, there, here, *, compare_dtypes):

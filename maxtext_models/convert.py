@@ -8,6 +8,7 @@
 A run directory counts as native: its newest checkpoint is taken. Tokenizer files and the generation config go along.
 A checkpoint of MaxText does not say what model it is: --card does, by a name or a config.json, and the tokenizer files
 that lie beside a config.json go along.
+Weights stream: of a model of any size about a layer of a parameter is in memory; of MaxText's, all.
 """
 
 import os
@@ -75,7 +76,7 @@ def main(args):
       print(line)
     card, model = from_maxtext.load(source, card)
   else:
-    card, model = checkpoint.load(source)
+    card, model = checkpoint.load(source, lazy=True)
     files = checkpoint.tokenizer_files(source)
   print(
     f'  {type(card).__name__} {card.name}'.rstrip() + f', {card.parameters():,} parameters, {card.layers} layers',

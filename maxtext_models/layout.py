@@ -14,11 +14,17 @@ layers.1.mixer.q True 0
 layers.2.mixer.q True 1
 """
 
+from collections.abc import Callable
+import dataclasses
+import itertools
+import math
+import mmap
+from typing import Any
 from typing import NamedTuple
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
+from jax.experimental import multihost_utils
 import numpy as np
 
 
@@ -27,6 +33,42 @@ class Slot(NamedTuple):
 
   path: tuple[str, ...]
   repeat: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+  """A parameter that is on disk: it takes the place of the array in a state, for what reads one layer after the other.
+
+  `rows()` gives what can be indexed by `Slot.repeat`, or with `...` where that is None, and reads as it is indexed.
+  """
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  rows: Callable[[], Any]
+
+  @property
+  def nbytes(self) -> int:
+    """That the array would take."""
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Rows:
+  """Makes `read(index)` what `Lazy.rows` gives."""
+
+  def __init__(self, read):
+    self._read = read
+
+  def __getitem__(self, index):
+    return self._read(index)
+
+
+def rows(value) -> Any:
+  """What `Lazy.rows` gives, of a parameter that is an array or on disk. An array is gathered from all processes."""
+  if isinstance(value, Lazy):
+    return value.rows()
+  if getattr(value, 'is_fully_addressable', True):
+    return np.asarray(value)
+  return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
 
 def leaves(state) -> dict[tuple[str, ...], nnx.Variable]:
@@ -62,8 +104,46 @@ def place(leaf, read):
   sharding = getattr(leaf, 'sharding', None)
   if sharding is None or isinstance(leaf, jax.core.Tracer):
     whole = read((slice(None),) * len(leaf.shape))
-    return jnp.asarray(np.asarray(whole, leaf.dtype))
+    return jax.device_put(np.asarray(whole, leaf.dtype))
   return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.asarray(read(index), leaf.dtype))
+
+
+def empty(shape, dtype) -> np.ndarray:
+  """An array to be filled, which `place` need not copy for a CPU: its memory begins where jax wants it.
+
+  What is large is mapped here, because NumPy asks for huge pages for it, and to find these can take seconds.
+  """
+  size = math.prod(shape) * np.dtype(dtype).itemsize
+  if size >= _LARGE:
+    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
+  memory = np.empty(size + _ALIGNMENT, np.uint8)
+  begin = -memory.ctypes.data % _ALIGNMENT
+  return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def copy(into: np.ndarray, source: np.ndarray):
+  """into[...] = source, several times as fast where axes change places: what lies together is read together.
+
+  The last axis of `into` is cut into tiles; the others, but source's innermost, are taken entry by entry.
+  """
+  inner = min(range(source.ndim), key=lambda axis: source.strides[axis], default=0)
+  if source.nbytes < _SMALL or source.ndim < 2 or inner == source.ndim - 1:
+    into[...] = source
+    return
+  others = [axis for axis in range(source.ndim - 1) if axis != inner]
+  for at in itertools.product(*(range(source.shape[axis]) for axis in others)):
+    index: list[Any] = [slice(None)] * source.ndim
+    for axis, i in zip(others, at):
+      index[axis] = i
+    for begin in range(0, source.shape[-1], _TILE):
+      index[-1] = slice(begin, begin + _TILE)
+      into[tuple(index)] = source[tuple(index)]
+
+
+_ALIGNMENT = 64  # bytes
+_LARGE = 1 << 22  # bytes, from which on NumPy does so
+_SMALL = 1 << 16  # bytes; of less, all of it is in the cache
+_TILE = 64  # entries
 
 
 def _name(path):

@@ -42,9 +42,10 @@ def _show(card):
   print('a token')
   for length in sorted({min(4096, card.context), card.context}):
     print(
-      f'  {card.forward_flops(length) / length / 1e9:,.2f} GFLOP forward, three times that in training, of {length:,}'
+      f'  of {length:,}: {card.forward_flops(length) / length / 1e9:,.2f} GFLOP forward, three times that in training; '
+      f'{card.cache_bytes(length) / length:,.0f} bytes of memory while generating, in bfloat16'
     )
-  print(f'  {card.cache_bytes():,} bytes of memory while generating, in bfloat16\n')
+  print()
   print('card')
   for field in dataclasses.fields(card):
     if field.name not in ('name', 'source'):

@@ -356,7 +356,6 @@ def test_what_a_token_meets():
   matrices = 48 * (2048 * 128 * (32 + 4 + 4 + 32) + 2048 * 128 + 8 * 3 * 2048 * 768)
   assert c.matmul_parameters() == matrices + 151936 * 2048
   assert c.active_parameters() == matrices + 2 * 151936 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048
-  assert c.cache_bytes() == 48 * 2 * 4 * 128 * 2  # k and v of 4 heads in 2 bytes
   assert c.forward_flops(100) == 2 * 100 * c.matmul_parameters() + 48 * 2 * 100 * 100 * 32 * 128
 
 
@@ -417,6 +416,33 @@ def test_what_the_config_cannot_hide():
     assert found.embed_scale() == found.d_model**0.5 and found.final_norm().offset == 1.0
     found.d_model = 1024
     assert found.embed_scale() == 32.0
+
+
+MEMORY = {  # name: bytes that a row of n tokens takes while generating, by hand from the published sizes
+  'qwen3-30b-a3b': lambda n: 48 * 2 * 4 * 128 * 2 * n,  # k and v of 4 heads in 2 bytes
+  'gpt-oss-20b': lambda n: 24 * 2 * 8 * 64 * 2 * n,  # windows keep all
+  'deepseek3-671b': lambda n: 61 * (512 + 64) * 2 * n,  # a latent and a rotary key: arXiv 2412.19437, section 2.1.1
+  # of 35 layers 15 keep their own: 12 one head of 256, 3 one of 512
+  'gemma4-e2b': lambda n: (12 * 256 + 3 * 512) * 2 * 2 * n,
+  # 12 layers of attention; 36 with 3 inputs of convolutions and, in float32, a matrix of 128 x 128 for 32 heads
+  'qwen3-next-80b-a3b': lambda n: 12 * 2 * 2 * 256 * 2 * n + 36 * (3 * (2 * 16 + 32) * 128 * 2 + 32 * 128 * 128 * 4),
+}
+
+
+@pytest.mark.parametrize('name', MEMORY)
+@pytest.mark.parametrize('length', [1, 4096])
+def test_memory_while_generating(name, length):
+  assert registry.card(name).cache_bytes(length) == MEMORY[name](length)
+
+
+@pytest.mark.parametrize('name', registry.names())
+def test_every_card_counts_operations_and_memory(name):
+  """More for more tokens, and at least 2 for every number that a token is multiplied with; in float32 at most twice."""
+  c = registry.card(name)
+  few, many = 64, min(4096, c.context)
+  assert c.forward_flops(many) * few >= c.forward_flops(few) * many >= 2 * c.matmul_parameters() * few * many
+  assert 0 < c.cache_bytes(few) <= c.cache_bytes(many) and c.cache_bytes(many) * few <= c.cache_bytes(few) * many
+  assert c.cache_bytes(many) < c.cache_bytes(many, 'float32') <= 2 * c.cache_bytes(many)
 
 
 def test_names_as_people_type_them():

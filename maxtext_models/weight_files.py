@@ -1,12 +1,13 @@
-"""The weights in a Hugging Face directory: one or more safetensors files, read one tensor at a time.
+"""The weights in a Hugging Face directory: one or more safetensors files, read and written one tensor at a time.
 
-Reading order: `Files`, `_weight_files` (which files are the weights).
+Reading order: `Files`, `write`; `_weight_files` (which files are the weights).
 """
 
 import json
 import math
 import os
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,14 @@ import safetensors
 from maxtext_layers import config
 from maxtext_models import json_file
 
-BYTES = {'F8_E4M3': np.dtype(jnp.float8_e4m3fn), 'F8_E8M0': np.dtype(jnp.float8_e8m0fnu)}  # of quantised tensors only
 DTYPES = {'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16), 'BF16': np.dtype(jnp.bfloat16)}
+PARTS = {  # of quantised tensors only
+  'F8_E4M3': np.dtype(jnp.float8_e4m3fn),
+  'F8_E8M0': np.dtype(jnp.float8_e8m0fnu),
+  'U8': np.dtype(np.uint8),
+  'I32': np.dtype(np.int32),
+  'I64': np.dtype(np.int64),
+}
 
 
 class Files:
@@ -27,23 +34,22 @@ class Files:
 
   def __init__(self, directory, wrapper=None):
     self.directory = directory
-    self._open = {}
+    self._files = {}  # name of a file -> {name of a tensor in it: (dtype code, shape, first byte)}
     self._where = {}  # name -> (file, name in it)
     self.headers = {}
     self.towers = []
     self.made = {}  # name -> quantised.Made
     self._parts = {}  # name -> (where, header) of what those are computed from
     for file in _weight_files(directory):
-      handle = self._handle(file)
-      for theirs in handle.keys():
+      self._files[file] = _headers(os.path.join(directory, file))
+      for theirs, (kind, shape, _) in self._files[file].items():
         tensor = wrapper.name(theirs) if wrapper else theirs
         if tensor is None:
           self.towers.append(theirs)
           continue
         if tensor in self._where:
           raise config.Error(f'{directory}: {tensor} is both in {self._where[tensor][0]} and in {file}')
-        piece = handle.get_slice(theirs)
-        self._where[tensor], self.headers[tensor] = (file, theirs), (piece.get_dtype(), tuple(piece.get_shape()))
+        self._where[tensor], self.headers[tensor] = (file, theirs), (kind, shape)
 
   def replace(self, made):
     """Puts tensors that are computed (name -> quantised.Made) in the place of those that they are computed from."""
@@ -65,15 +71,31 @@ class Files:
     return self._stored(self._where[tensor], self.headers[tensor])
 
   def _stored(self, where, header):
-    """The array of a file as it lies there; where: (file, name in it)."""
+    """The array of a file as it lies there; where: (file, name in it).
+
+    Read, not mapped: what is mapped counts as memory of this process for as long as the file is open.
+    """
     file, theirs = where
     path = os.path.join(self.directory, file)
+    kind = (DTYPES | PARTS)[header[0]]
     try:
-      if header[0] in BYTES:
-        return _bytes(path, theirs).view(BYTES[header[0]]).reshape(header[1])
-      return self._handle(file).get_tensor(theirs)
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+      read = np.fromfile(path, np.uint8, math.prod(header[1]) * kind.itemsize, offset=self._files[file][theirs][2])
+      return read.view(kind).reshape(header[1])
+    except (KeyError, OSError, ValueError) as error:
       raise config.Error(f'{path}: {theirs} cannot be read: {error}') from None
+
+  def equal(self, first, second) -> bool:
+    """Whether two tensors hold the same numbers. Pieces of them are in memory, not all."""
+    if self.made or self.headers[first] != self.headers[second]:
+      return np.array_equal(self.get(first), self.get(second))
+    (kind, shape), size = self.headers[first], 1 << 24
+    count = math.prod(shape) * DTYPES[kind].itemsize
+    places = [(os.path.join(self.directory, f), self._files[f][t][2]) for f, t in map(self._where.get, (first, second))]
+    for begin in range(0, count, size):
+      one, other = (np.fromfile(path, np.uint8, min(size, count - begin), offset=at + begin) for path, at in places)
+      if not np.array_equal(one, other):
+        return False
+    return True
 
   def dtype(self, tensor) -> np.dtype:
     """That of a tensor; config.Error if it is none of DTYPES."""
@@ -92,7 +114,7 @@ class Files:
 
   def bytes(self) -> int:
     """Size of the weight files."""
-    return sum(os.path.getsize(os.path.join(self.directory, name)) for name in self._open)
+    return sum(os.path.getsize(os.path.join(self.directory, name)) for name in self._files)
 
   def most(self) -> str:
     """The dtype of most numbers in the files."""
@@ -103,26 +125,50 @@ class Files:
 
   def names(self) -> list[str]:
     """Names of the weight files."""
-    return list(self._open)
-
-  def _handle(self, name):
-    if name not in self._open:
-      path = os.path.join(self.directory, name)
-      try:
-        self._open[name] = safetensors.safe_open(path, 'np')
-      except FileNotFoundError:
-        raise config.Error(f'{path} is missing, though the index names it') from None
-      except (safetensors.SafetensorError, OSError) as error:
-        raise config.Error(f'{path} is not a readable safetensors file: {error}') from None
-    return self._open[name]
+    return list(self._files)
 
 
-def _bytes(path, tensor):
-  """The bytes of a tensor whose dtype the safetensors library does not give to numpy."""
-  with open(path, 'rb') as file:
-    size = int.from_bytes(file.read(8), 'little')
-    begin, end = json.loads(file.read(size))[tensor]['data_offsets']
-    return np.fromfile(file, np.uint8, end - begin, offset=begin)
+def write(path, tensors):
+  """Makes a safetensors file of the tensors {name: (dtype, shape)}; a function (name, array) that fills in one of them.
+
+  Bytes lie as the safetensors library lays them: wide numbers first, then by name.
+  """
+  codes = {kind: code for code, kind in DTYPES.items()}
+  order = sorted(tensors, key=lambda name: (list(codes).index(np.dtype(tensors[name][0])), name))
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  end = 0
+  for name in order:
+    kind, shape = np.dtype(tensors[name][0]), tensors[name][1]
+    begin, end = end, end + math.prod(shape) * kind.itemsize
+    header[name] = {'dtype': codes[kind], 'shape': list(shape), 'data_offsets': [begin, end]}
+  text = json.dumps(header, ensure_ascii=False, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % 8)
+  with open(path, 'wb') as file:
+    file.write(len(text).to_bytes(8, 'little') + text)
+    file.truncate(8 + len(text) + end)
+
+  def fill(name, array):
+    with open(path, 'r+b') as file:
+      file.seek(8 + len(text) + header[name]['data_offsets'][0])
+      array.tofile(file)
+
+  return fill
+
+
+def _headers(path):
+  """{name: (dtype code, shape, first byte)} of the tensors in a safetensors file."""
+  try:
+    with safetensors.safe_open(path, 'np'):  # refuses what is damaged
+      pass
+    with open(path, 'rb') as file:
+      size = int.from_bytes(file.read(8), 'little')
+      header = json.loads(file.read(size))
+  except FileNotFoundError:
+    raise config.Error(f'{path} is missing, though the index names it') from None
+  except (safetensors.SafetensorError, OSError) as error:
+    raise config.Error(f'{path} is not a readable safetensors file: {error}') from None
+  header.pop('__metadata__', None)
+  return {n: (v['dtype'], tuple(v['shape']), 8 + size + v['data_offsets'][0]) for n, v in header.items()}
 
 
 def _weight_files(directory):

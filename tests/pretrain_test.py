@@ -35,7 +35,7 @@ def lines(folder):
   return [{k: v for k, v in row.items() if k not in _CLOCK} for row in report.read(folder / 'metrics.jsonl')]
 
 
-def arrays(step):
+def held(step):
   """Every array of a checkpoint, by item and name."""
   leaves = models.committed(step)['leaves']
   return {(item, name): orbax_files.Reader(step / item)(name) for item in leaves for name in leaves[item]}
@@ -140,7 +140,7 @@ def test_ten_steps_are_five_and_a_new_process_and_five(whole, base):
   assert told['records_consumed'] > 0 and pathlib.Path(told['next_record']).exists()
   assert lines(folder) == lines(whole[0])
   assert report.read(folder / 'eval.jsonl') == report.read(whole[0] / 'eval.jsonl')
-  one, two = arrays(whole[0] / 'checkpoints' / '10'), arrays(folder / 'checkpoints' / '10')
+  one, two = held(whole[0] / 'checkpoints' / '10'), held(folder / 'checkpoints' / '10')
   assert one.keys() == two.keys() and len(one) > 20
   for name, value in one.items():
     assert value.dtype == two[name].dtype and np.array_equal(value, two[name]), name
@@ -227,7 +227,7 @@ def test_weights_to_start_from(whole, base):
   rows = lines(base / 'started')
   assert [row['step'] for row in rows] == [1, 2] and rows[0]['learning_rate'] == pytest.approx(0.5e-2)
   assert rows[0]['loss'] < lines(whole[0])[0]['loss'] - 0.5  # it knows something already
-  assert arrays(base / 'started' / 'checkpoints' / '2')['optimizer', 'optimizer.0.count'] == 2
+  assert held(base / 'started' / 'checkpoints' / '2')['optimizer', 'optimizer.0.count'] == 2
   with pytest.raises(
     config.Error, match=r'started has checkpoints .newest: step 2.: a run either starts from weights or'
   ):

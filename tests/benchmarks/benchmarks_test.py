@@ -10,9 +10,11 @@ import pytest
 
 from maxtext_train import flops
 from tests.benchmarks import compile_depth
+from tests.benchmarks import convert_memory
 from tests.benchmarks import delta_ratio
 from tests.benchmarks import first_step
 from tests.benchmarks import import_time
+from tests.benchmarks import loading
 from tests.benchmarks import loss_memory
 from tests.benchmarks import measure
 from tests.benchmarks import train_ratio
@@ -191,6 +193,22 @@ def test_both_forms_of_the_delta_net_are_compared(monkeypatch, capsys):
     found['loss']['chunked'] == pytest.approx(found['loss']['recurrent'], rel=1e-3) and found['loss']['chunked'] > 0
   )
   assert found['ratio'] == found['range'][0] > 0 and found['cpu_ratio'] > 0 and found['length'] == 130
+
+
+def test_loading_compares_both_sides(monkeypatch, capsys):
+  took = {'ours': {'seconds': 3.0, 'cpu': 2.0}, 'theirs': {'seconds': 2.0, 'cpu': 4.0}}
+  monkeypatch.setattr(loading, 'child', lambda side, _: took[side] | {'others': 0.0, 'rss_mb': 1})
+  found = line(loading, ['--source=x', '--rounds=3'], monkeypatch, capsys)
+  assert (found['ratio'], found['cpu_ratio'], found['seconds']) == (1.5, 0.5, {'ours': 3.0, 'theirs': 2.0})
+
+
+def test_conversion_streams(monkeypatch, capsys, tmp_path):
+  """There and back, really, in this process, on files of a megabyte; and both sides of loading read what comes out."""
+  monkeypatch.setattr(convert_memory, 'child', convert_memory.convert)
+  found = line(convert_memory, ['--layers=3', '--d_model=128', '--shard_mb=1'], monkeypatch, capsys)
+  assert found['same'] and found['files'] > 2 and found['peak_mb'].keys() == {'native', 'hf'}
+  convert_memory.make(tmp_path / 'one', convert_memory.card(2, 128), 1 << 30)
+  assert all(loading.timed(side, str(tmp_path / 'one'))['seconds'] > 0 for side in ('ours', 'theirs'))
 
 
 def test_the_loss_needs_a_quarter_of_the_logits():
