@@ -22,6 +22,9 @@ _SOURCE = flags.DEFINE_string('source', None, 'HF directory, native checkpoint o
 _CARD = flags.DEFINE_string(
   'card', None, 'What model a checkpoint of MaxText is: a name, a config.json or its directory.', allow_override=True
 )
+_PAIRS = flags.DEFINE_enum(
+  'rope_pairs', 'auto', ['auto', 'halves', 'neighbours'], 'What Llama turns in MaxText.', allow_override=True
+)
 _TARGET = flags.DEFINE_string('target', None, 'Directory to make; must not exist or be empty.', allow_override=True)
 _TO = flags.DEFINE_enum('to', None, ['native', 'hf'], 'What to make.', allow_override=True)
 _FORMAT = flags.DEFINE_enum(
@@ -62,8 +65,9 @@ def main(args):
       f'flag --card is needed, a name or a config.json, because {source} does not say what model it is; '
       'the program models lists the names'
     )
-  if _CARD.value and not theirs:
-    raise config.Error(f'--card={_CARD.value} is for checkpoints of MaxText; {source} says itself what model it is')
+  if (_CARD.value or _PAIRS.value != 'auto') and not theirs:
+    flag = f'--card={_CARD.value}' if _CARD.value else f'--rope_pairs={_PAIRS.value}'
+    raise config.Error(f'{flag} is for checkpoints of MaxText; {source} says itself what model it is')
   atomic.refuse_filled(target)
   started = time.monotonic()
   print(f'reading {source} ({kind})', flush=True)
@@ -72,9 +76,9 @@ def main(args):
       print(line)
   if theirs:
     card, files = _card(_CARD.value)
-    for line in from_maxtext.remarks(source, card):
+    for line in from_maxtext.remarks(source, card, _PAIRS.value):
       print(line)
-    card, model = from_maxtext.load(source, card)
+    card, model = from_maxtext.load(source, card, pairs=_PAIRS.value)
   else:
     card, model = checkpoint.load(source, lazy=True)
     files = checkpoint.tokenizer_files(source)

@@ -51,13 +51,14 @@ def _listed(folder):
   return os.listdir(folder) if os.path.isdir(folder) else []
 
 
-def load(directory, card, *, scan: bool | str = 'auto'):
+def load(directory, card, *, scan: bool | str = 'auto', pairs: str = 'auto'):
   """(card, Decoder) of a checkpoint, in the dtype that it has; the card's dtype is set to that.
 
   Args:
     directory: see `find`.
     card: of the model.
     scan: see decoder.Decoder.
+    pairs: of maxtext_names.PAIRS.
 
   Raises:
     config.Error: names the array that is missing, left over, of another shape or of a dtype that is not read.
@@ -67,7 +68,7 @@ def load(directory, card, *, scan: bool | str = 'auto'):
   card.dtype = kinds.pop() if len(kinds) == 1 else None
   model = decoder.abstract(card, scan=scan, dtype=card.dtype or 'float32')
   graph, state = nnx.split(model)
-  return card, nnx.merge(graph, fill(card, state, model.stack.plan, files))
+  return card, nnx.merge(graph, fill(card, state, model.stack.plan, files, pairs))
 
 
 class Files:
@@ -137,11 +138,11 @@ def _bare(key):
   return '/'.join(inner[:-1] if inner[-1] == 'value' else inner)
 
 
-def fill(card, state, segments, files):
+def fill(card, state, segments, files, pairs='auto'):
   """The abstract `state` with every parameter read from `files`."""
   leaves = layout.leaves(state)
   slots = layout.slots(leaves, segments)
-  sources = maxtext_names.of(card, slots, files.stacked)
+  sources = maxtext_names.of(card, slots, files.stacked, pairs)
   sources = {n: source._replace(axis=0) if source.theirs in files.first else source for n, source in sources.items()}
   _match(card, files, {name: _shape(card, name, leaves, slots) for name in slots}, sources)
   kinds = {  # of each leaf: that of what it is made of
@@ -202,9 +203,13 @@ def _match(card, files, shapes, sources):
       )
 
 
-def remarks(directory, card) -> list[str]:
+def remarks(directory, card, pairs: str = 'auto') -> list[str]:
   """What a reader should know, a line each: what is passed over, and rows that are cut off or added."""
   files, lines = Files(directory), []
+  if pairs == 'auto' and maxtext_names.turned(card, pairs):
+    lines.append(
+      '  taken to turn neighbours, as model names llama3.1-.. and rope_type=llama3.1 do; if not, --rope_pairs=halves'
+    )
   if files.others:
     lines.append(f'  passed over, because only weights are read: {", ".join(files.others)}')
   if passed := [name for name in files.headers if name.startswith(PASSED)]:

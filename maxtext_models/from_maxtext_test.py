@@ -85,7 +85,7 @@ def test_every_form_holds_the_same(folder, card, loaded, case, form):
 
 @pytest.mark.parametrize('case', CASES)
 def test_every_change_is_needed(folder, loaded, card, case, monkeypatch):
-  """Without one of them (a scale, the order of rotary pairs, w + 1) logits are far off."""
+  """Without one of them (a scale, w + 1) logits are far off."""
   tokens, logits = golden.maxtext_logits(case)
   family = maxtext_names.FAMILIES[type(card(case))]
   changes = family.changes(card(case))
@@ -94,6 +94,13 @@ def test_every_change_is_needed(folder, loaded, card, case, monkeypatch):
     monkeypatch.setitem(maxtext_names.FAMILIES, type(card(case)), family._replace(changes=lambda _, kept=kept: kept))
     _, wrong = from_maxtext.load(f'{folder(case)}/stacked', card(case), scan=True)
     assert np.abs(scoring.scorer(wrong)(tokens) - logits).max() > 1e-2, left_out
+
+
+@pytest.mark.parametrize('case, wrong', [('llama', 'halves'), ('llama_halves', 'neighbours')])
+def test_the_other_order_of_rotary_pairs_is_far_off(folder, card, case, wrong):
+  tokens, logits = golden.maxtext_logits(case)
+  _, model = from_maxtext.load(f'{folder(case)}/stacked', card(case), scan=True, pairs=wrong)
+  assert np.abs(scoring.scorer(model)(tokens) - logits).max() > 1e-2
 
 
 def test_one_array_at_a_time(folder, card, monkeypatch):
@@ -130,6 +137,28 @@ def test_there_and_on_to_hugging_face(run, folder, tmp_path):
   assert (native / 'tokenizer.json').read_bytes() == (there / 'tokenizer.json').read_bytes() == b'{"version": "1.0"}'
   scores = [scoring.scorer(checkpoint.load(d)[1])(golden.maxtext_logits('llama')[0]) for d in (native, there)]
   assert np.array_equal(*scores) and hf.read(there)[0].scaling.factor == 8.0
+
+
+def test_the_order_of_rotary_pairs_can_be_said(run, folder, card, loaded, tmp_path):
+  """MaxText's llama3.3-70b stretches nothing and turns halves, whatever its card says."""
+  flags = [f'--source={folder("llama")}/stacked', f'--card={folder("llama")}', '--to=native']
+  assert 'taken to turn neighbours' in run(*flags, f'--target={tmp_path / "auto"}')[1]
+  assert 'taken to turn' not in run(*flags, f'--target={tmp_path / "said"}', '--rope_pairs=neighbours')[1]
+  run(*flags, f'--target={tmp_path / "halves"}', '--rope_pairs=halves')
+  auto, said, halves = (parameters(checkpoint.load(tmp_path / one)[1]) for one in ('auto', 'said', 'halves'))
+  assert all(np.array_equal(auto[name], said[name]) for name in auto)
+  files = from_maxtext.Files(f'{folder("llama")}/stacked')
+  assert np.array_equal(halves['layers.1.mixer.k'], files.get('decoder/layers/self_attention/key/kernel')[:, 1])
+  assert {name.split('.', 2)[-1] for name in auto if not np.array_equal(auto[name], halves[name])} == {
+    'mixer.q',
+    'mixer.k',
+  }
+  _, plain = from_maxtext.load(f'{folder("llama_halves")}/stacked', card('llama_halves'), pairs='halves')
+  assert np.array_equal(
+    parameters(plain)['layers.0.mixer.q'], parameters(loaded('llama_halves')[1])['layers.0.mixer.q']
+  )
+  with pytest.raises(config.Error, match='--rope_pairs=halves is for a Llama; this is a Mixtral'):
+    from_maxtext.load(f'{folder("mixtral")}/stacked', card('mixtral'), pairs='halves')
 
 
 def test_inspect(run, folder):

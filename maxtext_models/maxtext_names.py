@@ -5,7 +5,7 @@ Its kernels have our axes. What else is to be known, a family at a time:
 - scan_layers=true stacks layers along the second axis, also behind the axis of experts; gemma 3 and gpt-oss stack a
   block of 6 or 2 layers, gemma 2 counts a pair of layers as one, deepseek stacks dense and routed layers apart.
 - Where it does not normalise queries, it has no scale for scores: that is part of the query's kernel.
-- Llama with the long positions of 3.1 turns neighbours, all others turn halves (DeepSeek's are neighbours everywhere).
+- Llama with the long positions of 3.1 turns neighbours, see PAIRS; all others turn as ours do.
 - Norms of gemma are stored as they multiply, 1 + w; its table is stored times sqrt(d_model), by which its logits are
   divided.
 
@@ -74,8 +74,8 @@ class Place(NamedTuple):
   side: str = ''  # which of the two of a pair it is, where names say that
 
 
-def of(card, names, stacked: bool) -> dict[str, Source]:
-  """ours -> Source for all `names` of a model's parameters.
+def of(card, names, stacked: bool, pairs: str = 'auto') -> dict[str, Source]:
+  """ours -> Source for all `names` of a model's parameters; pairs: see PAIRS.
 
   Raises:
     config.Error: this class of cards, or one of the parameters, is nothing that is read from MaxText.
@@ -89,6 +89,8 @@ def of(card, names, stacked: bool) -> dict[str, Source]:
   for place in places:
     stacks.setdefault(place.stack, set()).add(place.layer)
   changes = family.changes(card)
+  if turned(card, pairs):
+    changes = changes | {ours: _after(_halves, changes.get(ours)) for ours in ('mixer.q', 'mixer.k')}
   found = {}
   for name in names:
     if name in OUTSIDE:
@@ -108,6 +110,20 @@ def of(card, names, stacked: bool) -> dict[str, Source]:
       folder = place.stack if stacked else place.alone
       found[name] = Source(f'decoder/{folder}/{inner}', change=changes.get(ours))
   return found
+
+
+# What MaxText's Llama turns at a position: neighbours with rope_type=llama3.1 and with model names that begin so, else
+# halves. auto: neighbours where the card stretches positions as Llama 3.1 does.
+PAIRS = ('auto', 'halves', 'neighbours')
+
+
+def turned(card, pairs: str) -> bool:
+  """Whether rotary pairs are neighbours in MaxText and halves apart here."""
+  if type(card) is not llama.Llama:
+    if pairs != 'auto':
+      raise config.Error(f'--rope_pairs={pairs} is for a Llama; this is a {type(card).__name__}')
+    return False
+  return pairs == 'neighbours' or (pairs == 'auto' and isinstance(card.scaling, rope.Llama3))
 
 
 OUTSIDE = {
@@ -152,16 +168,13 @@ def _halves(array):
   return array.reshape(*array.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(array.shape)
 
 
+def _after(first, then):
+  return first if then is None else lambda array: then(first(array))
+
+
 def _scaled(card):
   """Queries whose kernel holds the scale of scores -> queries as they are."""
   return lambda array: array * np.float32(card.head_dim**0.5)
-
-
-def _llama(card):
-  scale = _scaled(card)
-  if isinstance(card.scaling, rope.Llama3):
-    return {'mixer.q': lambda array: scale(_halves(array)), 'mixer.k': _halves}
-  return {'mixer.q': scale}
 
 
 def _gemma3(card):
@@ -238,7 +251,7 @@ _SANDWICH = {
 }
 
 FAMILIES: dict[type, Family] = {
-  llama.Llama: Family(_ATTENTION | _DENSE, _one, _llama),
+  llama.Llama: Family(_ATTENTION | _DENSE, _one, lambda card: {'mixer.q': _scaled(card)}),
   qwen3.Qwen3: Family(_ATTENTION | _QK_NORM | _DENSE, _one),
   qwen3_moe.Qwen3Moe: Family(_ATTENTION | _QK_NORM | _experts('moe_block'), _one),
   mixtral.Mixtral: Family(_ATTENTION | _experts('MoeBlock_0'), _one, lambda card: {'mixer.q': _scaled(card)}),
