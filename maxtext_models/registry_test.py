@@ -344,6 +344,48 @@ def test_config_json_and_card_are_inverses(name):
   assert back.hf_config() == c.hf_config()
 
 
+# model_type: what its class in transformers 5.24 takes for a field that is not there, where a card has another value
+LEFT_OUT = {
+  'qwen2': {'tie_word_embeddings': False},
+  'qwen3': {'tie_word_embeddings': False},
+  'qwen3_5_text': {'tie_word_embeddings': False},
+  'envy_switch': {'tie_word_embeddings': False, 'router_aux_loss_coef': 0.001},  # as for its relatives
+  'mixtral': {'router_aux_loss_coef': 0.001},
+  'gpt_oss': {'router_aux_loss_coef': 0.001},
+  'gemma3_text': {
+    'num_attention_heads': 8, 'num_key_value_heads': 4, 'vocab_size': 262208, 'max_position_embeddings': 131072,
+  },
+  'gemma4_text': {
+    'layer_types': [('full' if i % 6 == 5 or i == 34 else 'sliding') + '_attention' for i in range(35)],
+    'final_logit_softcapping': None, 'num_kv_shared_layers': 0, 'use_double_wide_mlp': False,
+  },
+}  # fmt: skip
+
+
+def test_a_field_that_is_left_out_is_named_or_changes_nothing():
+  """A10: of every family and every field, also those of rope_parameters, but for what Hugging Face documents."""
+  kinds = {}
+  for name in registry.names():
+    fields = registry.card(name).hf_config()
+    kinds.setdefault((fields['model_type'], *sorted(fields)), fields)
+  for fields in kinds.values():
+    whole, kind = registry.card_from_hf(fields), fields['model_type']
+    for name in fields.keys() - {'architectures'}:
+      documented = LEFT_OUT.get(kind, {})
+      expected = registry.card_from_hf(fields | {name: documented[name]}) if name in documented else whole
+      try:
+        assert registry.card_from_hf({k: v for k, v in fields.items() if k != name}) == expected, (kind, name)
+      except config.Error as error:
+        assert name in str(error) and name not in documented, (kind, name, error)
+    rope_fields = fields.get('rope_parameters')
+    for name in rope_fields or ():
+      left = fields | {'rope_parameters': {k: v for k, v in rope_fields.items() if k != name}}
+      try:
+        assert registry.card_from_hf(left) == whole, (kind, name)
+      except config.Error as error:
+        assert name in str(error) or 'rope' in str(error), (kind, name, error)
+
+
 def test_parameters_that_multiply():
   """Qwen3-0.6B by hand: q and o 16 heads, k and v 8 heads of 128, three matrices of 1024 x 3072, and the tied head."""
   layer = 1024 * 128 * (16 + 8 + 8 + 16) + 3 * 1024 * 3072

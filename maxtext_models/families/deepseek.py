@@ -182,7 +182,7 @@ def from_hf(source):
     context=whole('max_position_embeddings'),
     tied=fields.tied(),
     dense_layers=_count(source, 'first_k_dense_replace'),
-    q_rank=fields.get('q_lora_rank', None, int),
+    q_rank=fields.given('q_lora_rank', int),
     score=score,
     groups=fields.need('n_group', int) if grouped else 1,
     top_groups=fields.need('topk_group', int) if grouped else 1,

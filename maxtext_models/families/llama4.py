@@ -135,7 +135,7 @@ def from_hf(source):
     d_ff=fields.need('intermediate_size_mlp', int),
     d_expert=fields.need('intermediate_size', int),
     heads=heads,
-    kv_heads=fields.get('num_key_value_heads', heads, int),
+    kv_heads=fields.need('num_key_value_heads', int),
     head_dim=fields.get('head_dim', 128, int),
     vocab=fields.need('vocab_size', int),
     context=fields.need('max_position_embeddings', int),
