@@ -78,7 +78,7 @@ def main(args):
     card, files = _card(_CARD.value)
     for line in from_maxtext.remarks(source, card, _PAIRS.value):
       print(line)
-    card, model = from_maxtext.load(source, card, pairs=_PAIRS.value)
+    card, model = from_maxtext.load(source, card, pairs=_PAIRS.value, lazy=True)
   else:
     card, model = checkpoint.load(source, lazy=True)
     files = checkpoint.tokenizer_files(source)

@@ -51,7 +51,7 @@ def _listed(folder):
   return os.listdir(folder) if os.path.isdir(folder) else []
 
 
-def load(directory, card, *, scan: bool | str = 'auto', pairs: str = 'auto'):
+def load(directory, card, *, scan: bool | str = 'auto', pairs: str = 'auto', lazy=False):
   """(card, Decoder) of a checkpoint, in the dtype that it has; the card's dtype is set to that.
 
   Args:
@@ -59,6 +59,7 @@ def load(directory, card, *, scan: bool | str = 'auto', pairs: str = 'auto'):
     card: of the model.
     scan: see decoder.Decoder.
     pairs: of maxtext_names.PAIRS.
+    lazy: parameters are layout.Lazy, which checkpoint.save and hf.save read one by one.
 
   Raises:
     config.Error: names the array that is missing, left over, of another shape or of a dtype that is not read.
@@ -68,7 +69,7 @@ def load(directory, card, *, scan: bool | str = 'auto', pairs: str = 'auto'):
   card.dtype = kinds.pop() if len(kinds) == 1 else None
   model = decoder.abstract(card, scan=scan, dtype=card.dtype or 'float32')
   graph, state = nnx.split(model)
-  return card, nnx.merge(graph, fill(card, state, model.stack.plan, files, pairs))
+  return card, nnx.merge(graph, fill(card, state, model.stack.plan, files, pairs=pairs, lazy=lazy))
 
 
 class Files:
@@ -138,42 +139,52 @@ def _bare(key):
   return '/'.join(inner[:-1] if inner[-1] == 'value' else inner)
 
 
-def fill(card, state, segments, files, pairs='auto'):
-  """The abstract `state` with every parameter read from `files`."""
+def fill(card, state, segments, files, *, pairs='auto', lazy=False):
+  """The abstract `state` with every parameter read from `files`, one array after the other; see `load`."""
   leaves = layout.leaves(state)
   slots = layout.slots(leaves, segments)
   sources = maxtext_names.of(card, slots, files.stacked, pairs)
   sources = {n: source._replace(axis=0) if source.theirs in files.first else source for n, source in sources.items()}
   _match(card, files, {name: _shape(card, name, leaves, slots) for name in slots}, sources)
-  kinds = {  # of each leaf: that of what it is made of
-    path: functools.reduce(
-      jnp.promote_types, [files.headers[sources[n].theirs][1] for n in layout.names_of(path, segments)]
-    )
-    for path in leaves
-  }
-  fed: dict[str, list[str]] = {}  # an array -> our parameters in it
-  for name in slots:
-    fed.setdefault(sources[name].theirs, []).append(name)
-  buffers, waiting, filled = {}, {path: len(layout.names_of(path, segments)) for path in leaves}, {}
-  for theirs, names in fed.items():
-    array = files.get(theirs)
-    for name in names:
-      path, repeat = slots[name]
-      leaf, variable = leaves[path].get_value(), leaves[path]
-      if path not in buffers:
-        fixed = variable.get_metadata('fixed', False)
-        buffers[path] = np.zeros(leaf.shape, leaf.dtype if fixed else kinds[path])
-      part = sources[name].take(array)
-      view = buffers[path] if repeat is None else buffers[path][repeat]
-      rows = min(len(part), card.vocab) if name in ('embed', 'head') else len(part)
-      view[:rows] = part[:rows]
-      waiting[path] -= 1
-      if not waiting[path]:
-        buffer = buffers.pop(path)
-        wanted = jax.ShapeDtypeStruct(leaf.shape, buffer.dtype)
-        filled[path] = variable.replace(layout.place(wanted, buffer.__getitem__))
-    del array, part  # before the next is read
+  filled = {}
+  for path, variable in leaves.items():
+    leaf, stacked = variable.get_value(), path[0] == 'stack'
+    own = [sources[name] for name in layout.names_of(path, segments)]
+    kind = functools.reduce(jnp.promote_types, {files.headers[source.theirs][1] for source in own})
+    kind = np.dtype(leaf.dtype if variable.get_metadata('fixed', False) else kind)
+    read = functools.partial(_rows, files, own, leaf.shape[stacked:], kind, None if stacked else card.vocab)
+    if lazy:
+      filled[path] = variable.replace(layout.Lazy(leaf.shape, kind, read))
+      continue
+    buffer, layers = layout.empty(leaf.shape, kind), read()
+    for layer in range(len(own)) if stacked else [...]:
+      buffer[layer] = layers[layer]
+    del layers  # before the next is read
+    filled[path] = variable.replace(layout.place(jax.ShapeDtypeStruct(leaf.shape, kind), buffer.__getitem__))
   return nnx.from_flat_state([(path, filled[tuple(map(str, path))]) for path, _ in nnx.to_flat_state(state)])
+
+
+def _rows(files, sources, shape, kind, vocab):
+  """What layout.Lazy.rows gives: each layer is made when it is asked for, from an array that is read once.
+
+  vocab: how many rows are those of tokens, of a parameter that is in no layer.
+  """
+  held = {}
+
+  def read(layer):
+    source = sources[0 if layer is ... else layer]
+    if source.theirs not in held:
+      held.clear()  # before the next is read
+      held[source.theirs] = files.get(source.theirs)
+    part = source.take(held[source.theirs])
+    if len(shape) == 2 and vocab is not None:
+      part = part[: min(vocab, shape[0])]
+    into = layout.empty(shape, kind)
+    into[: len(part)] = part
+    into[len(part) :] = 0
+    return into
+
+  return layout.Rows(read)
 
 
 def _shape(card, name, leaves, slots):
