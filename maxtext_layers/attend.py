@@ -73,15 +73,28 @@ def cached(q, k, v, shape: Shape, slots, first, sinks=None, chunk: int | None = 
 
   first [B] (or [1]) is the row's first slot that holds a token; what lies before is padding on the left. Slots after a
   query's own are not written yet, or not meant for it. `chunk`: a query sees its own chunk of so many slots from there.
+  q and k may be tuples of as many arrays, see `among`.
+  """
+  return among(q, k, v, shape, written(slots, first, v.shape[2], shape.window, chunk), sinks)
+
+
+def written(slots, first, count: int, window: int | None = None, chunk: int | None = None):
+  """bool [B or 1, T, S]: which of `count` slots of a memory a query sees; arguments as of `cached`."""
+  keys = np.arange(count)[None]
+  ids = [a >= 0 if chunk is None else mask.chunks(a, chunk) for a in (slots - first[:, None], keys - first[:, None])]
+  return mask.visible(slots, keys, window, *ids)
+
+
+def among(q, k, v, shape: Shape, seen, sinks=None):
+  """q [B, N, T, H] against those of k [B, K, S, H] and v [B, K, S, W] that are seen, bool [B or 1, T, S].
+
   q and k may be tuples of as many arrays: parts of a head whose memories lie apart, and whose products are added.
   """
   many_q, many_k = (x if isinstance(x, tuple) else (x,) for x in (q, k))
   b, n, t, _ = many_q[0].shape
-  groups, keys = v.shape[1], np.arange(v.shape[2])[None]
-  ids = [a >= 0 if chunk is None else mask.chunks(a, chunk) for a in (slots - first[:, None], keys - first[:, None])]
-  seen = mask.visible(slots, keys, shape.window, *ids)[:, None, None]
+  groups = v.shape[1]
   grouped = tuple((x * jnp.asarray(shape.scale, x.dtype)).reshape(b, groups, n // groups, t, -1) for x in many_q)
-  return softmax_average(grouped, many_k, v, seen, shape.cap, sinks).reshape(b, n, t, v.shape[-1])
+  return softmax_average(grouped, many_k, v, seen[:, None, None], shape.cap, sinks).reshape(b, n, t, v.shape[-1])
 
 
 def softmax_average(q, k, v, seen, cap, sinks):

@@ -43,6 +43,9 @@ class Compress:
   overlap: bool = False
   index: indexer.Spec | None = None  # None: all entries are seen
 
+  def __post_init__(self):
+    config.whole(self, 'ratio')
+
   @property
   def series(self) -> int:
     """Projections of a token: one for its own stretch's entry, and with overlap one before it for the next one's."""
@@ -62,6 +65,13 @@ class Spec:
   window: int  # a query sees its own and the window - 1 tokens before it
   norm: norm.Spec
   compress: Compress | None = None  # None: the window is all there is
+
+  def __post_init__(self):
+    config.whole(self, 'heads', 'head_dim', 'q_rank', 'groups', 'o_rank', 'window')
+    if self.heads % self.groups:
+      raise config.Error(f'heads={self.heads} is no multiple of groups={self.groups}')
+    if self.rope.head_dim % 2 or self.rope.head_dim > self.head_dim:
+      raise config.Error(f'rope.head_dim={self.rope.head_dim} is odd, or larger than head_dim={self.head_dim}')
 
   def build(self, d_model: int, rngs: nnx.Rngs) -> 'Compressed':
     """The module."""
@@ -116,13 +126,12 @@ class Compressed(nnx.Module):
 
   def __init__(self, spec: Spec, d_model: int, *, rngs: nnx.Rngs):
     d, n, h, g = d_model, spec.heads, spec.head_dim, spec.groups
-    if n % g:
-      raise config.Error(f'heads={n} is no multiple of groups={g}')
     if spec.compress and spec.compress.index and spec.compress.index.loss:
       raise config.Error(f'loss={spec.compress.index.loss}: an indexer of entries is not taught here')
     self.spec = spec
     self.q_down = linear.Linear('BTD,DQ->BTQ', (d, spec.q_rank), ('embed', 'rank'), rngs=rngs)
     self.q_norm = norm.Norm(spec.norm, spec.q_rank, 'rank')
+    self.head_norm = norm.Norm(dataclasses.replace(spec.norm, weight=False), h, 'head_dim')
     self.q_up = linear.Linear('BTQ,QNH->BNTH', (spec.q_rank, n, h), ('rank', 'heads', 'head_dim'), rngs=rngs)
     self.kv = linear.Linear('BTD,DH->BTH', (d, h), ('embed', 'head_dim'), rngs=rngs)
     self.kv_norm = norm.Norm(spec.norm, h, 'head_dim')
@@ -138,9 +147,7 @@ class Compressed(nnx.Module):
     """x [B, T, D] -> (y [B, T, D], view, aux)."""
     spec, table = self.spec, context.tables[self.spec.rope]
     q_latent = self.q_norm(self.q_down(x))
-    q = self.q_up(q_latent)
-    square = jnp.mean(jnp.square(q.astype(jnp.float32)), -1, keepdims=True)
-    q = q * jax.lax.rsqrt(square + spec.norm.eps).astype(q.dtype)
+    q = self.head_norm(self.q_up(q_latent))
     q = checkpoint_name(_turn(sharding.shard(q, 'batch', 'heads', 'seq', 'head_dim'), table), 'qkv')
     kv = checkpoint_name(_turn(self.kv_norm(self.kv(x))[:, None], table)[:, 0], 'qkv')
     asked = self.indexer.ask(x, q_latent, table) if self.indexer else None
@@ -323,11 +330,9 @@ def _stretches(a, frame, ratio, back=0):
 
 def _turn(x, table, back=False):
   """x [B, N, T, H], whose last elements turn with their neighbours, or turn back."""
-  cos, sin = table
-  rotary = 2 * cos.shape[-1]
+  rotary = 2 * table[0].shape[-1]
   still, y = x[..., : x.shape[-1] - rotary], x[..., x.shape[-1] - rotary :].astype(jnp.float32)
-  a, b, sin = y[..., ::2], y[..., 1::2], -sin if back else sin
-  y = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape)
+  y = jnp.stack(rope.turn(y[..., ::2], y[..., 1::2], table, back), -1).reshape(y.shape)
   return jnp.concatenate([still, y.astype(x.dtype)], -1)
 
 

@@ -45,6 +45,11 @@ class Spec:
   norm: norm.Spec  # of the output, over value_dim, before its gate
   taps: int = 4  # of the convolution: a token and the taps - 1 before it
 
+  def __post_init__(self):
+    config.whole(self, 'key_heads', 'value_heads', 'key_dim', 'value_dim', 'taps')
+    if self.value_heads % self.key_heads:
+      raise config.Error(f'value_heads={self.value_heads} is no multiple of key_heads={self.key_heads}')
+
   @property
   def rope(self) -> None:
     """No positions: the decay tells how far back a token lies."""

@@ -28,6 +28,7 @@ from maxtext_layers import attention
 from maxtext_layers import cache
 from maxtext_layers import config
 from maxtext_layers import linear
+from maxtext_layers import norm
 from maxtext_layers import param
 from maxtext_layers import sharding
 
@@ -243,8 +244,7 @@ def hashes(layers: Sequence[int], rows: Sequence[int], heads: int, ids: int, see
 
 def _normed(x, weight, eps):
   """x / rms(x) * weight [S, D], float32."""
-  y = x.astype(jnp.float32)
-  return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) * weight[...].astype(jnp.float32)
+  return x.astype(jnp.float32) * norm.inverse(x, eps) * weight[...].astype(jnp.float32)
 
 
 def _times(ids, factor):

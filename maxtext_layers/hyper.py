@@ -13,6 +13,7 @@ module maps x to (h, add) with add(f(h)) = x'; `collapse(d_model, rngs)`, which 
 """
 
 from collections.abc import Callable
+import math
 
 from flax import nnx
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 
 from maxtext_layers import config
 from maxtext_layers import linear
+from maxtext_layers import norm
 from maxtext_layers import param
 
 type Connected = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
@@ -33,6 +35,10 @@ class Free:
   streams: int
   scale: float = 0.01  # at first
   eps: float = 1e-6  # of the norm of each stream, which has no weight: the map that follows could hold it
+
+  def __post_init__(self):
+    config.whole(self, 'streams')
+    _finite(self, 'scale', 'eps')
 
   def build(self, d_model: int, rngs: nnx.Rngs) -> 'FreeConnection':
     """The module of one layer."""
@@ -53,6 +59,10 @@ class Manifold:
   scale: float = 0.01  # of the maps, at first
   eps: float = 1e-6  # added to `read`, to the exponentials and to every sum that they are divided by
   norm_eps: float = 1e-6
+
+  def __post_init__(self):
+    config.whole(self, 'streams', 'iterations')
+    _finite(self, 'scale', 'eps', 'norm_eps')
 
   def build(self, d_model: int, rngs: nnx.Rngs) -> 'ManifoldConnection':
     """The module of one layer."""
@@ -89,8 +99,7 @@ class FreeConnection(nnx.Module):
 
   def __call__(self, x: jax.Array) -> Connected:
     """x [B, T, S, D] -> (h [B, T, D], add)."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.spec.eps)
+    y = x.astype(jnp.float32) * norm.inverse(x, self.spec.eps)
     bent = jnp.tanh(linear.einsum('BTSD,DM->BTSM', y, self.project[...]))
     of_streams, of_layer = self.scale[...]
     read = self.b_read[...] + of_streams * bent[..., 0]
@@ -156,10 +165,16 @@ def sinkhorn(x: jax.Array, iterations: int, eps: float = 0.0) -> jax.Array:
   return x
 
 
+def _finite(spec, *names):
+  """config.Error unless these fields are numbers from 0 on."""
+  for name in names:
+    if not 0 <= (value := getattr(spec, name)) < math.inf:
+      raise config.Error(f'{name}={value!r} is not a number from 0 on')
+
+
 def _mapped(x, maps, eps):
   """The maps of all streams of a token as one normed vector, float32 [B, T, M]; the norm comes after the product."""
-  y = x.astype(jnp.float32)
-  return maps(y) * jax.lax.rsqrt(jnp.mean(y * y, (2, 3)) + eps)[..., None]
+  return maps(x.astype(jnp.float32)) * norm.inverse(x, eps, (2, 3))[..., 0]
 
 
 def _read(x, read):

@@ -86,7 +86,9 @@ class Latent(nnx.Module):
     if view is not None:
       view = view.write(k, context.start)
     if view is not None and not attention.fresh(context, x.shape[1]):
-      y = self._absorbed(q, context, view)
+      latents, k_rope = view.read()
+      seen = attend.written(*attention.places(context, x.shape[1]), latents.shape[2])
+      y = self._absorbed(q, latents, k_rope, seen)
     else:
       q, k, v = (checkpoint_name(a, 'qkv') for a in self.heads(q, k))
       y = attend.KERNELS[context.kernel].run(q, k, v, self.shape(), attention.documents(context))
@@ -121,14 +123,12 @@ class Latent(nnx.Module):
     """What a head computes."""
     return attend.Shape(self.spec.scale or self.spec.head_dim**-0.5)
 
-  def _absorbed(self, q, context, view):
-    """[B, N, T, value_dim] from latents [B, 1, S, R] and rotary keys [B, 1, S, rotary] in memory."""
+  def _absorbed(self, q, latents, k_rope, seen):
+    """[B, N, T, value_dim] from latents [B, 1, S, R] and rotary keys [B, 1, S, rotary], of which some are seen."""
     q_nope, q_rope = q
-    latents, k_rope = view.read()
     up_k, up_v = jnp.split(self.kv_up.w[...].astype(q_nope.dtype), [self.spec.nope_dim], -1)
     q_latent = jnp.einsum('BNTH,RNH->BNTR', q_nope, up_k)
-    slots, first = attention.places(context, q_nope.shape[2])
-    y = attend.cached((q_latent, q_rope), (latents, k_rope), latents, self.shape(), slots, first)  # [B, N, T, R]
+    y = attend.among((q_latent, q_rope), (latents, k_rope), latents, self.shape(), seen)  # [B, N, T, R]
     return jnp.einsum('BNTR,RNH->BNTH', y, up_v)
 
 

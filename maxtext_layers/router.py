@@ -90,7 +90,7 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-  """Parameters w [D, E]; by the spec also b [E], correction [E], table [V, K] (whole numbers, held as float32)."""
+  """Parameters w [D, E]; by the spec also b [E], correction [E], table [V, K], int32."""
 
   maps = ('w',)
 
@@ -102,8 +102,8 @@ class Router(nnx.Module):
     if spec.table is None:
       self.table = None
     else:  # neighbours in turn, until a table is read
-      turn = np.arange(spec.table * spec.top_k, dtype=np.float32) % spec.experts
-      self.table = param.fixed((spec.table, spec.top_k), (None, None), turn.reshape(spec.table, spec.top_k))
+      turn = np.arange(spec.table * spec.top_k) % spec.experts
+      self.table = param.numbers(turn.reshape(spec.table, spec.top_k), (None, None), below=spec.experts)
 
   def __call__(self, x: jax.Array, context) -> Routing:
     """x [B, T, D] -> Routing; of the context, segments are read and, with a table, tokens."""
@@ -129,7 +129,7 @@ class Router(nnx.Module):
     if self.table is not None:
       if context.tokens is None:
         raise ValueError('a router with a table needs the token ids')
-      return jax.lax.stop_gradient(self.table[...])[context.tokens].astype(jnp.int32)
+      return self.table[...][context.tokens]
     ranks = jax.lax.stop_gradient(logits)  # in the order of the scores, but where these are 0 or 1 all alike
     if self.correction is not None or spec.group_score == 'top2':
       ranks = jnp.exp(jax.lax.stop_gradient(scores))

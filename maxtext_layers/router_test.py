@@ -105,7 +105,7 @@ def test_experts_by_token_id():
   spec = router.Spec(E, 2, score='sqrt_softplus', normalize=True, table=7)
   module = build(spec)
   table = np.random.default_rng(3).permuted(np.tile(np.arange(E), (7, 1)), axis=1)[:, :2]
-  module.table[...] = jnp.asarray(table, jnp.float32)
+  module.table[...] = jnp.asarray(table)
   tokens = np.random.default_rng(4).integers(0, 7, (B, T))
   got = module(jnp.asarray(X), block.Context(tokens=jnp.asarray(tokens)))
   np.testing.assert_array_equal(got.experts, table[tokens])

@@ -26,7 +26,7 @@ from maxtext_layers import indexer
 from maxtext_layers import linear
 from maxtext_layers import mask
 from maxtext_layers import mla
-from maxtext_layers import param
+from maxtext_layers import norm
 from maxtext_layers import rope
 
 
@@ -100,11 +100,8 @@ class Sparse(mla.Latent):
 
   def _chosen(self, q, found, context, view):
     """Of a call that reads memory: [B, N, T, value_dim], the heads absorbed."""
-    q_nope, q_rope = q
     latents, k_rope, keys = view.read()
-    slots, first = attention.places(context, q_nope.shape[2])
-    at = np.arange(latents.shape[2])[None]
-    seen = mask.visible(slots, at, None, slots >= first[:, None], at >= first[:, None])  # [B or 1, T, S]
+    seen = attend.written(*attention.places(context, q[0].shape[2]), latents.shape[2])
     ranks = indexer.scores(found[0], keys[:, 0], found[2])
     top_k = self.index.top_k
     if self.index.takes_all(ranks.shape[2]):
@@ -115,12 +112,7 @@ class Sparse(mla.Latent):
       chosen = chosen[:, None]
     else:
       chosen = indexer.select(ranks, seen, top_k)
-    up_k, up_v = jnp.split(self.kv_up.w[...].astype(q_nope.dtype), [self.spec.nope_dim], -1)
-    parts = zip((jnp.einsum('BNTH,RNH->BNTR', q_nope, up_k), q_rope), (latents, k_rope))
-    products = sum(jnp.einsum('BNTH,BSH->BNTS', a, b[:, 0], preferred_element_type=jnp.float32) for a, b in parts)
-    weights = jax.nn.softmax(jnp.where(chosen[:, None], self.shape().scale * products, -1e30), -1)
-    y = jnp.einsum('BNTS,BSR->BNTR', weights.astype(latents.dtype), latents[:, 0])
-    return jnp.einsum('BNTR,RNH->BNTH', y, up_v)
+    return self._absorbed(q, latents, k_rope, chosen)
 
 
 class Indexer(nnx.Module):
@@ -131,7 +123,7 @@ class Indexer(nnx.Module):
     self.spec = spec
     self.q = linear.Linear('BTQ,QJI->BJTI', (q_rank, j, i), ('rank', 'heads', 'head_dim'), rngs=rngs)
     self.k = linear.Linear('BTD,DI->BTI', (d_model, i), ('embed', 'head_dim'), rngs=rngs)
-    self.k_norm = LayerNorm(i)
+    self.k_norm = norm.LayerNorm(norm.Layer(1e-6), i, 'head_dim')
     self.weights = linear.Linear('BTD,DJ->BTJ', (d_model, j), ('embed', 'heads'), rngs=rngs)
 
   def __call__(self, x: jax.Array, q_latent: jax.Array, table) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -140,22 +132,6 @@ class Indexer(nnx.Module):
     q = rope.rotate(self.q(q_latent), table)
     k = rope.rotate(self.k_norm(self.k(x))[:, None], table)[:, 0]
     return q, k, self.weights(x).astype(jnp.float32) * self.spec.scale
-
-
-class LayerNorm(nnx.Module):
-  """(x - mean) / deviation * w + b over the last axis (arXiv 1607.06450), computed in float32."""
-
-  def __init__(self, size: int, axis: str = 'head_dim', eps: float = 1e-6):
-    self.w = param.constant((size,), (axis,), value=1.0)
-    self.b = param.constant((size,), (axis,), value=0.0)
-    self.eps = eps
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., size] -> the same shape and dtype."""
-    y = x.astype(jnp.float32)
-    y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-    return (y * self.w[...].astype(jnp.float32) + self.b[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def attended(q, k, v, scale: float, found, index: indexer.Spec, segments=None, block: int | None = None):
