@@ -113,6 +113,7 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
       accumulate=settings.accumulate,
       clip=settings.optimizer.clip,
       balance_rate=settings.optimizer.balance_rate,
+      only=settings.optimizer.only,
       seed=settings.seed if settings.dropout else None,
     ),
     evaluate=evaluate.compiled(plan.graph, core, plan.shardings.params),

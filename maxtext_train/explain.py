@@ -69,6 +69,9 @@ def plan(settings: Any, assembly: Any, data: dict[str, Any], compiled: Any) -> d
     'does_not_decay': exempt,
     'allocator': allocator.current(),
   }
+  if settings.optimizer.only:
+    names, moved = optimizer.paths(params), jax.tree.leaves(optimizer.trained(params, settings.optimizer.only))
+    out['trained'] = [name for name, moves in zip(names, moved, strict=True) if moves]
   memory = compiled.memory_analysis()
   out['memory'] = {
     'state_and_batch': memory.argument_size_in_bytes,
@@ -82,7 +85,7 @@ def text(value: dict[str, Any]) -> str:
   """The plan, a fact a line."""
   lines = []
   for name, inner in value.items():
-    if name in ('decays', 'does_not_decay'):
+    if name in ('decays', 'does_not_decay', 'trained'):
       lines.append(f'{name}: {len(inner)} parameters')
       lines += [f'  {path}' for path in inner]
     elif name == 'memory':

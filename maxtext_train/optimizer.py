@@ -37,6 +37,7 @@ class Config:
   weight_decay: float = 0.1
   no_decay: tuple[str, ...] = DEFAULT
   clip: float | None = 1.0  # global norm; None does not clip
+  only: tuple[str, ...] = ()  # patterns of what is trained, all else stays as it is; (): everything is trained
   balance_rate: float = 0.001  # how far a router's selection bias moves in an update (arXiv 2408.15664); 0: not at all
 
   def check(self) -> None:
@@ -60,8 +61,9 @@ def build(settings: Config, params: Any) -> optax.GradientTransformationExtraArg
   Moments are float32 whatever the parameters are. `params` may be abstract: only paths and shapes are read.
 
   Raises:
-    config.Error: a pattern of `no_decay` matches no parameter.
+    config.Error: a pattern of `no_decay` or `only` matches no parameter.
   """
+  trained(params, settings.only)
   parts = [adam(settings.b1, settings.b2, settings.eps)]
   if settings.weight_decay:
     parts.append(_decay(settings.weight_decay, mask(settings, params)))
@@ -78,7 +80,7 @@ def decayed(settings: Config, params: Any) -> tuple[list[str], list[str]]:
 def mask(settings: Config, params: Any) -> Any:
   """A tree like `params` of bools: whether a leaf decays. By path, never by rank: a scanned norm is a matrix.
 
-  What no gradient moves (param.fixed) never decays.
+  What is not trained does not decay.
   """
   names = paths(params)
   if not settings.weight_decay:
@@ -88,10 +90,34 @@ def mask(settings: Config, params: Any) -> Any:
     if pattern not in DEFAULT and not any(matches(pattern, name) for name in names):
       words = {word for name in names for word in name.split('.')}
       raise config.Error(f'no_decay: {pattern!r} matches no parameter{config.nearest(pattern, words)}')
-  fixed = [isinstance(p, nnx.Variable) and p.get_metadata('fixed', False) for p in _variables(params)]
+  moved = jax.tree.leaves(trained(params, settings.only))
   decays = lambda name: not any(matches(pattern, name) for pattern in settings.no_decay)
-  flags = [decays(name) and not still for name, still in zip(names, fixed, strict=True)]
+  flags = [decays(name) and moves for name, moves in zip(names, moved, strict=True)]
   return jax.tree.unflatten(jax.tree.structure(params), flags)
+
+
+def trained(params: Any, only: tuple[str, ...] = ()) -> Any:
+  """A tree like `params` of bools: whether a gradient moves a leaf.
+
+  None moves what belongs to a model as it is (param.fixed, param.numbers), nor what no pattern of `only` names, if
+  there are any. A selection bias that `only` does not name is not moved by loads either.
+
+  Raises:
+    config.Error: a pattern matches no parameter.
+  """
+  names = paths(params)
+  for pattern in only:
+    if not any(matches(pattern, name) for name in names):
+      words = {word for name in names for word in name.split('.')}
+      raise config.Error(f'only: {pattern!r} matches no parameter{config.nearest(pattern, words)}')
+  fixed = [isinstance(p, nnx.Variable) and p.get_metadata('fixed', False) for p in _variables(params)]
+  flags = [named(only, name) and not still for name, still in zip(names, fixed, strict=True)]
+  return jax.tree.unflatten(jax.tree.structure(params), flags)
+
+
+def named(only: tuple[str, ...], path: str) -> bool:
+  """Whether a path is among those that are trained."""
+  return not only or any(matches(pattern, path) for pattern in only)
 
 
 def matches(pattern: str, path: str) -> bool:
