@@ -87,8 +87,8 @@ class Latent(nnx.Module):
       view = view.write(k, context.start)
     if view is not None and not attention.fresh(context, x.shape[1]):
       latents, k_rope = view.read()
-      seen = attend.written(*attention.places(context, x.shape[1]), latents.shape[2])
-      y = self._absorbed(q, latents, k_rope, seen)
+      slots, first = attention.places(context, x.shape[1])
+      y = self._absorbed(q, latents, k_rope, attend.written(slots, first, latents.shape[2]))
     else:
       q, k, v = (checkpoint_name(a, 'qkv') for a in self.heads(q, k))
       y = attend.KERNELS[context.kernel].run(q, k, v, self.shape(), attention.documents(context))

@@ -101,7 +101,8 @@ class Sparse(mla.Latent):
   def _chosen(self, q, found, context, view):
     """Of a call that reads memory: [B, N, T, value_dim], the heads absorbed."""
     latents, k_rope, keys = view.read()
-    seen = attend.written(*attention.places(context, q[0].shape[2]), latents.shape[2])
+    slots, first = attention.places(context, q[0].shape[2])
+    seen = attend.written(slots, first, latents.shape[2])
     ranks = indexer.scores(found[0], keys[:, 0], found[2])
     top_k = self.index.top_k
     if self.index.takes_all(ranks.shape[2]):

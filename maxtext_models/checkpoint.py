@@ -199,7 +199,7 @@ def read_card(directory):
 
 
 def dtypes(model) -> set[str]:
-  """Of the parameters of a model; those that are float32 in every model (param.fixed) do not count."""
+  """Of the parameters of a model; those of one dtype in every model (param.fixed, param.numbers) do not count."""
   leaves = layout.leaves(nnx.state(model, nnx.Param)).values()
   return {str(v.get_value().dtype) for v in leaves if not v.get_metadata('fixed', False)}
 

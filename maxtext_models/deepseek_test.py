@@ -20,6 +20,9 @@ PUBLISHED = {
                        163840),
   'deepseek-r1-671b': (671, 37, 'huggingface.co/deepseek-ai/DeepSeek-R1', 61, 3, 128, 256, 8, 1e-6, 1e4, 40, 32, 1.0,
                        163840),
+  # without the module that predicts further tokens: V3's 671.03 and 61 indexers of 13.96 million
+  'deepseek3.2-671b': (671.9, 37.5, V3 + '; arXiv 2512.02556, section 2', 61, 3, 128, 256, 8, 1e-6, 1e4, 40, 32, 1.0,
+                       163840),
   'kimi-k2-1t': (1000, 32, 'huggingface.co/moonshotai/Kimi-K2-Base', 61, 1, 64, 384, 1, 1e-6, 5e4, 32, 1, 1.0, 131072),
   'kimi-k2-0905-1t': (1000, 32, 'huggingface.co/moonshotai/Kimi-K2-Instruct-0905', 61, 1, 64, 384, 1, 1e-6, 5e4, 64, 1,
                       1.0, 262144),
@@ -50,7 +53,8 @@ def test_card_has_the_published_numbers(name):
 
 
 def test_every_card_is_in_the_table():
-  assert {name for name in registry.names() if name.startswith(('deepseek', 'kimi'))} == set(PUBLISHED)
+  names = {name for name in registry.names() if name.startswith(('deepseek', 'kimi'))}
+  assert names - {'deepseek4-284b'} == set(PUBLISHED)  # which has a test of its own
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
@@ -74,10 +78,11 @@ def test_what_no_tolerance_sees_reaches_the_layers(name):
   """eps of the blocks, that of the latents, which is another, the base, and the temperature squared in the scale."""
   mscale = PUBLISHED[name][12]
   spec = registry.card(name).blocks()[-1]
-  assert spec.norm.eps == PUBLISHED[name][8] and spec.mixer.latent_norm.eps == 1e-6
-  assert spec.mixer.rope.theta == PUBLISHED[name][9] and spec.mixer.rope.pairs == 'neighbours'
+  mixer = getattr(spec.mixer, 'latent', spec.mixer)  # of what an indexer is around
+  assert spec.norm.eps == PUBLISHED[name][8] and mixer.latent_norm.eps == 1e-6
+  assert mixer.rope.theta == PUBLISHED[name][9] and mixer.rope.pairs == 'neighbours'
   ln = {40: 3.6888794541, 32: 3.4657359028, 64: 4.1588830834}[PUBLISHED[name][10]]
-  assert spec.mixer.scale == pytest.approx(192**-0.5 * (0.1 * mscale * ln + 1) ** 2, rel=1e-9)
+  assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * mscale * ln + 1) ** 2, rel=1e-9)
 
 
 def test_v3_by_hand():
@@ -87,6 +92,16 @@ def test_v3_by_hand():
   expert = 3 * 7168 * 2048
   total = 2 * 129280 * 7168 + 7168 + 61 * layer + 3 * 3 * 7168 * 18432 + 58 * (257 * expert + 256 * 7168 + 256)
   assert registry.card('deepseek3-671b').parameters() == total == 671_026_419_200
+
+
+def test_v32_by_hand():
+  """V3 and, in each layer, an indexer: wq_b, wk, k_norm with a bias, weights_proj of the published files."""
+  index = 64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168
+  c = registry.card('deepseek3.2-671b')
+  assert c.parameters() == 671_026_419_200 + 61 * index
+  spec = c.blocks()[30].mixer.index
+  assert (spec.heads, spec.head_dim, spec.top_k, spec.loss, spec.stage) == (64, 128, 2048, 0.0, 'sparse')
+  assert c.cache_bytes(1000) == 1000 * 61 * 2 * (512 + 64 + 128)  # a latent, a rotary key and an indexer's key
 
 
 def test_kimi_by_the_published_files():
@@ -108,6 +123,7 @@ def test_names_as_people_type_them():
 
 SMALL = registry.card('deepseek2-16b').hf_config()
 LARGE = registry.card('deepseek3-671b').hf_config()
+SPARSE = registry.card('deepseek3.2-671b').hf_config()
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,12 @@ LARGE = registry.card('deepseek3-671b').hf_config()
     ({**LARGE, 'first_k_dense_replace': 62}, 'dense_layers=62'),
     ({**LARGE, 'qk_rope_head_dim': 63, 'qk_nope_head_dim': 129}, 'rope_dim=63 is odd'),
     ({**LARGE, 'hidden_act': 'gelu'}, "hidden_act='gelu' is not supported"),
+    ({**SPARSE, 'index_topk': 0}, 'index_topk=0 is not positive'),
+    ({**SPARSE, 'index_head_dim': 32}, 'index_dim=32 is less than rope_dim=64'),
+    ({**SPARSE, 'q_lora_rank': None}, 'q_rank=None'),
+    ({**SPARSE, 'layer_types': ['full_attention'] * 61}, "layer_types holds 'full_attention'"),
+    ({**SPARSE, 'mlp_layer_types': ['sparse'] * 61}, 'is not 3 dense layers'),
+    ({k: v for k, v in SPARSE.items() if k != 'index_n_heads'}, 'lacks index_n_heads'),
     ({k: v for k, v in LARGE.items() if k != 'kv_lora_rank'}, 'lacks kv_lora_rank'),
     ({k: v for k, v in LARGE.items() if k != 'routed_scaling_factor'}, 'lacks routed_scaling_factor'),
   ],

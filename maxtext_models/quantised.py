@@ -61,8 +61,10 @@ def name(source: dict[str, Any]) -> str:
 def fp8(settings: dict[str, Any]) -> Callable[..., dict[str, Made]]:
   """Blocks with a scale each (arXiv 2412.19437, section 3.3; as published, `weight_block_size` is [128, 128]).
 
-  X.weight is float8 e4m3 [.., M, N], X.weight_scale_inv float32 (or a power of two in 8 bits) [.., M / 128, N / 128],
-  rounded up; what is meant is their product, in bfloat16.
+  X.weight is float8 e4m3 [.., M, N], X.weight_scale_inv, or X.scale, float32 (or a power of two in 8 bits)
+  [.., M / 128, N / 128], rounded up; what is meant is their product, in bfloat16. Experts may have 4 bits instead
+  (where `expert_dtype` is fp4): then X.weight is int8 [M, N / 2], two numbers a byte as in MXFP4, the low half first,
+  and X.scale is [M, N / 32].
   """
   _only(settings, 'fmt', None, 'e4m3')
   block = settings.get('weight_block_size')
@@ -76,8 +78,16 @@ def fp8(settings: dict[str, Any]) -> Callable[..., dict[str, Made]]:
 def _fp8(block, headers):
   made = {}
   for tensor, (kind, shape) in headers.items():
+    names = (f'{tensor}_scale_inv', f'{tensor.removesuffix(".weight")}.scale')
+    scale = next((name for name in names if name in headers), names[0])
+    if kind == 'I8':
+      if scale not in headers or len(shape) != 2:
+        raise config.Error(f'{tensor} is of 4 bits, but there is no {names[1]}')
+      meant = (shape[0], 2 * shape[1])
+      if headers[scale][1] != (meant[0], meant[1] // 32) or meant[1] % 32:
+        raise config.Error(f'{scale} has shape {list(headers[scale][1])}, which does not fit {tensor} {list(shape)}')
+      made[tensor] = Made((tensor, scale), 'BF16', meant, _rows_of_four_bits)
     if kind == 'F8_E4M3':
-      scale = f'{tensor}_scale_inv'
       if scale not in headers or len(shape) < 2:
         raise config.Error(f'{tensor} is of 8 bits, but there is no {scale}')
       blocks = (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block)))
@@ -185,6 +195,12 @@ def _four_bits(blocks, scales):
     raised = np.ldexp(values[pairs], scales[e].astype(np.int32)[..., None] - 127)
     result[e] = raised.reshape(rows, -1).T.astype(FLOATS['BF16'])
   return result
+
+
+def _rows_of_four_bits(packed, scale):
+  values, codes = np.concatenate([_E2M1, -_E2M1]), packed.view(np.uint8)
+  numbers = values[np.stack([codes & 15, codes >> 4], -1)].reshape(*scale.shape, 32)
+  return (numbers * scale.astype(np.float32)[..., None]).reshape(len(packed), -1).astype(FLOATS['BF16'])
 
 
 def _only(settings, field, *allowed, where=''):

@@ -346,6 +346,7 @@ def test_config_json_and_card_are_inverses(name):
 
 # model_type: what its class in transformers 5.24 takes for a field that is not there, where a card has another value
 LEFT_OUT = {
+  'deepseek_v4': {'rope_parameters': None},  # nothing is stretched
   'qwen2': {'tie_word_embeddings': False},
   'qwen3': {'tie_word_embeddings': False},
   'qwen3_5_text': {'tie_word_embeddings': False},
@@ -410,7 +411,8 @@ def test_coefficients_reach_every_router():
       c.balance_loss, c.router_z_loss = 0.5, 0.25
     routers = [spec.ffn.router for spec in c.blocks() if hasattr(spec.ffn, 'router')]
     assert bool(routers) == routed, name
-    assert all(r.balance.loss > 0 and r.balance.z_loss == 0.25 for r in routers), name
+    assert all(r.balance.loss > 0 or r.table for r in routers), name  # what is looked up cannot be balanced
+    assert all(r.balance.z_loss == 0.25 for r in routers), name
 
 
 # name: {window of a layer: how many}, [(what its period is by windows, repeats)] of the scan plan

@@ -16,11 +16,13 @@ import safetensors
 from maxtext_layers import config
 from maxtext_models import json_file
 
+INTEGERS = {'I64': np.dtype(np.int64), 'I32': np.dtype(np.int32)}  # of tables of whole numbers
 DTYPES = {'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16), 'BF16': np.dtype(jnp.bfloat16)}
 PARTS = {  # of quantised tensors only
   'F8_E4M3': np.dtype(jnp.float8_e4m3fn),
   'F8_E8M0': np.dtype(jnp.float8_e8m0fnu),
   'U8': np.dtype(np.uint8),
+  'I8': np.dtype(np.int8),
   'I32': np.dtype(np.int32),
   'I64': np.dtype(np.int64),
 }
@@ -98,11 +100,11 @@ class Files:
     return True
 
   def dtype(self, tensor) -> np.dtype:
-    """That of a tensor; config.Error if it is none of DTYPES."""
-    if (kind := self.headers[tensor][0]) not in DTYPES:
+    """That of a tensor; config.Error if it is none of DTYPES or INTEGERS."""
+    if (kind := self.headers[tensor][0]) not in DTYPES | INTEGERS:
       path, known = self.path(tensor), ', '.join(DTYPES)
       raise config.Error(f'{path}: {tensor} has dtype {kind}, which is not supported; known: {known}')
-    return DTYPES[kind]
+    return (DTYPES | INTEGERS)[kind]
 
   def dtypes(self) -> set[str]:
     """Those of all tensors, as far as they are of DTYPES."""
@@ -120,7 +122,8 @@ class Files:
     """The dtype of most numbers in the files."""
     counts: dict[str, int] = {}
     for kind, shape in self.headers.values():
-      counts[kind] = counts.get(kind, 0) + math.prod(shape)
+      if kind not in INTEGERS:
+        counts[kind] = counts.get(kind, 0) + math.prod(shape)
     return str(DTYPES.get(max(counts, key=lambda kind: counts[kind], default='F32'), 'float32'))
 
   def names(self) -> list[str]:
@@ -133,7 +136,7 @@ def write(path, tensors):
 
   Bytes lie as the safetensors library lays them: wide numbers first, then by name.
   """
-  codes = {kind: code for code, kind in DTYPES.items()}
+  codes = {kind: code for code, kind in (INTEGERS | DTYPES).items()}
   order = sorted(tensors, key=lambda name: (list(codes).index(np.dtype(tensors[name][0])), name))
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
   end = 0

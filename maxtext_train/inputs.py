@@ -88,9 +88,8 @@ def weights(settings, parts):
 def _other_model(theirs, ours):
   if type(theirs) is not type(ours):
     return f'family {type(theirs).__name__}, not {type(ours).__name__}'
-  names = [
-    f.name for f in dataclasses.fields(ours) if f.name not in ('name', 'source', 'context', 'dtype', 'tied_copy')
-  ]
+  free = ('name', 'source', 'context', 'dtype', 'tied_copy', *ours.choices())
+  names = [f.name for f in dataclasses.fields(ours) if f.name not in free]
   pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
   text = ', '.join(f'{name}={a}, the config says {b}' for name, a, b in pairs if a != b)
   return text and f'{text}; --config.model=none takes it as it is'

@@ -27,19 +27,32 @@ def loss_of(model, tokens):
 
 @functools.partial(jax.jit, static_argnames='graph')
 def first_step(graph, state, tokens):
-  return jax.value_and_grad(lambda s: loss_of(nnx.merge(graph, s), tokens))(state)
+  return jax.value_and_grad(lambda s: loss_of(nnx.merge(graph, s), tokens), allow_int=True)(state)
 
 
 @pytest.mark.parametrize(
   'case',
-  ['llama', 'llama_bias', 'llama_tied', 'qwen3', 'gemma2', 'gpt2', 'mixtral', 'gpt_oss', 'qwen3_next', 'deepseek3'],
+  [
+    'llama',
+    'llama_bias',
+    'llama_tied',
+    'qwen3',
+    'gemma2',
+    'gpt2',
+    'mixtral',
+    'gpt_oss',
+    'qwen3_next',
+    'deepseek3',
+    'deepseek32',
+    'deepseek4',
+  ],
 )
 def test_first_loss_and_gradient_norm_equal_transformers(folder, case):
   """A19: within 1e-3 relative; they are within 1e-5."""
   reference = golden.reference(case)
   graph, state = nnx.split(checkpoint.load(folder(case))[1])
   loss, gradients = first_step(graph, state, reference.tokens)
-  norms = [jnp.square(g).sum() for g in jax.tree.leaves(gradients)]
+  norms = [jnp.square(g).sum() for g in jax.tree.leaves(gradients) if g.dtype != jax.dtypes.float0]  # no table of ids
   assert float(loss) == pytest.approx(reference.loss, rel=1e-5)
   assert float(jnp.sqrt(sum(norms))) == pytest.approx(reference.gradient_norm, rel=1e-4)
 

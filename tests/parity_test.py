@@ -79,7 +79,7 @@ def test_neither_padding_nor_a_second_document_changes_a_logit(loaded, case):
 
 DECODED = (
   'llama', 'qwen2', 'mistral', 'gemma', 'gemma2', 'gemma3', 'olmo3', 'gpt2', 'mixtral', 'qwen3_moe', 'gpt_oss',
-  'qwen3_next', 'qwen3_5',
+  'qwen3_next', 'qwen3_5', 'deepseek32', 'deepseek4',
 )  # fmt: skip
 
 

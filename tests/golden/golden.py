@@ -48,6 +48,8 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'deepseek2_groups': 'deepseek2_groups',
   'deepseek3': 'deepseek3',
   'deepseek3_halves': 'deepseek3_halves',
+  'deepseek32': 'deepseek32',
+  'deepseek4': 'deepseek4',
 }
 CASES = tuple(WEIGHTS)
 MAXTEXT = (  # cases of make_maxtext_goldens.py

@@ -19,11 +19,14 @@ import tempfile
 import zlib
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import cases_deepseek
+import cases_deepseek4
+import cases_deepseek32
 import cases_dense
 import cases_gemma4
 import cases_llama4
@@ -34,10 +37,12 @@ MODULES = (
   cases_dense,
   cases_moe,
   cases_deepseek,
+  cases_deepseek32,
+  cases_deepseek4,
   cases_gemma4,
   cases_llama4,
   cases_qwen3_next,
-)  # each with CASES and, if need be, randomise(weights, name, draw) and more(output)
+)  # each with CASES and, if need be, randomise(weights, name, draw), published(name) and more(output)
 VOCAB = 151
 SMALL = dict(
   vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
@@ -120,21 +125,29 @@ def randomise(model, weights, special):
       buffer.data.copy_(value)
 
 
-def make(case, weights, kind, fields, rows, length, output, special):
+def make(case, weights, kind, fields, rows, length, output, module):
   """One case."""
   torch.manual_seed(0)
   config = getattr(transformers, f'{kind}Config')(**fields)
   model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').float().eval()
   path = output / f'{weights}.safetensors'
-  randomise(model, weights, special)
-  tokens = torch.from_numpy(np.random.default_rng(7).integers(0, config.vocab_size, (rows, length)))
+  randomise(model, weights, getattr(module, 'randomise', lambda *_: None))
+  draw = lambda seed: torch.from_numpy(np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length)))
+  tokens = draw(7)
+  if margin := getattr(module, 'MARGIN', 0):
+    tokens = next(tokens for seed in range(7, 99) if least_gap(model, tokens := draw(seed)) > margin)
   logits = model(tokens).logits
   loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1))
   loss.backward()
-  norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters()))
+  grads = [p.grad for p in model.parameters() if p.grad is not None]  # an indexer has none
+  norm = torch.sqrt(sum((g.double() ** 2).sum() for g in grads))
   with tempfile.TemporaryDirectory() as temporary:
     model.save_pretrained(temporary)
     shutil.copyfile(f'{temporary}/config.json', output / f'{case}.json')
+    if publish := getattr(module, 'published', None):
+      rename(temporary, publish)
+      again = transformers.AutoModelForCausalLM.from_pretrained(temporary, attn_implementation='eager').eval()
+      assert torch.equal(again(tokens).logits, logits), 'transformers reads these names otherwise'
     shutil.copyfile(f'{temporary}/model.safetensors', path)
   logits = logits.detach().numpy()
   np.savez_compressed(
@@ -146,16 +159,48 @@ def make(case, weights, kind, fields, rows, length, output, special):
   )
 
 
+class Choices(torch.overrides.TorchFunctionMode):
+  """Keeps how far the last chosen lies above the first not chosen, in standard deviations, in every topk."""
+
+  def __init__(self):
+    super().__init__()
+    self.gap = float('inf')
+
+  def __torch_function__(self, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    if func in (torch.topk, torch.Tensor.topk):
+      values, k = args[0], kwargs.get('k', args[1] if len(args) > 1 else None)
+      if k < values.shape[-1]:
+        best = values.float().topk(k + 1, dim=-1).values
+        gaps = (best[..., k - 1] - best[..., k])[best[..., k] > -1e30]
+        seen = values[values > -1e30]
+        self.gap = min([self.gap, *(gaps / seen.std()).tolist()])
+    return func(*args, **kwargs)
+
+
+def least_gap(model, tokens):
+  """The least gap of any choice that the model makes: what rounding may turn round is no reference."""
+  with torch.no_grad(), Choices() as choices:
+    model(tokens)
+  return choices.gap
+
+
+def rename(directory, publish):
+  """Gives the tensors of a directory the names that their publisher uses, where transformers writes others."""
+  path = pathlib.Path(directory) / 'model.safetensors'
+  tensors = safetensors.torch.load_file(path)
+  safetensors.torch.save_file({publish(name): a for name, a in tensors.items()}, path, metadata={'format': 'pt'})
+
+
 def main():
   output, *only = sys.argv[1:] or [pathlib.Path(__file__).parent]
   output = pathlib.Path(output)
   nothing = lambda *_: None
   made = [(None, CASES)] + [(module, module.CASES) for module in MODULES]
   for module, cases in made:
-    special = getattr(module, 'randomise', nothing)
     chosen = [case for case in cases if not only or case in only]
     for case in chosen:
-      make(case, *cases[case], output, special)
+      make(case, *cases[case], output, module)
     if chosen:
       getattr(module, 'more', nothing)(output)
 
