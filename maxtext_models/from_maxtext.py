@@ -29,7 +29,7 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 SPARE = 256  # by how many rows its tables of tokens may differ from the published ones
 # where parameters are, if not at the top; and biases of routers, in parameters alone and in a training state
 COLLECTIONS = (('params', 'params'), ('params', 'MoEBiasVar'), ('nnx_aux', 'model'))
-PASSED = 'mtp_block'  # its module of multi-token prediction, which has no counterpart in these cards
+PASSED = 'mtp_block'  # its module of multi-token prediction: the model that is read has none
 
 
 def find(directory) -> str | None:
@@ -67,6 +67,7 @@ def load(directory, card, *, scan: bool | str = 'auto', pairs: str = 'auto', laz
   files = Files(directory)
   kinds = {str(dtype) for _, dtype in files.headers.values()}
   card.dtype = kinds.pop() if len(kinds) == 1 else None
+  card = card.settled(())  # no names of Hugging Face: no modules of multi-token prediction
   model = decoder.abstract(card, scan=scan, dtype=card.dtype or 'float32')
   graph, state = nnx.split(model)
   return card, nnx.merge(graph, fill(card, state, model.stack.plan, files, pairs=pairs, lazy=lazy))

@@ -86,7 +86,8 @@ def build(settings: run.Pretrain, card: Any) -> Assembly:
   scan = {'auto': card.layers > stack.DEEP, 'yes': True, 'no': False}[settings.scan]
   options = {'scan': scan, 'remat': settings.remat, 'dtype': jnp.dtype(str(settings.dtype))}
   chunks = losses.pieces(settings.loss, chunk, settings.batch // settings.accumulate * settings.length)
-  core = functools.partial(losses.next_token, chunk=chunk, chunks=chunks, z_loss=settings.loss.z_loss, kernel=kernel)
+  extra = {'z_loss': settings.loss.z_loss, 'ahead': settings.loss.ahead}
+  core = functools.partial(losses.next_token, chunk=chunk, chunks=chunks, kernel=kernel, **extra)
   with sharding.use(mesh, rules):
     plan = state.plan(
       lambda: decoder.Decoder(card, rngs=nnx.Rngs(settings.seed), **options),

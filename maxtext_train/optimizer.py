@@ -24,7 +24,9 @@ import optax
 
 from maxtext_layers import config
 
-DEFAULT = ('norm', 'b', 'embed')  # a bias is the leaf `b` of a linear map
+# a bias is the leaf `b` of a linear map; the last four are gates and scalars: a delta net's, those of attention, and of
+# hyper-connections
+DEFAULT = ('norm', 'b', 'embed', 'a_log', 'dt_bias', 'sinks', 'scale')
 
 
 @config.config

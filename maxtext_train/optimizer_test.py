@@ -11,7 +11,15 @@ import numpy as np
 import optax
 import pytest
 
+from maxtext_layers import attention
+from maxtext_layers import block
 from maxtext_layers import config
+from maxtext_layers import delta
+from maxtext_layers import hyper
+from maxtext_layers import mlp
+from maxtext_layers import norm
+from maxtext_layers import rope
+from maxtext_layers import stack
 from maxtext_models import decoder
 from maxtext_models.families import llama
 from maxtext_train import losses
@@ -95,6 +103,30 @@ def test_decay_is_decided_by_path(scan):
       np.testing.assert_allclose(new, old * (1 - 0.5 * 0.1), rtol=2e-7)
   kinds = lambda names: {'.'.join(w for w in name.split('.') if not w.isdigit()) for name in names}
   assert kinds(decays) == kinds(optimizer.decayed(settings, params(not scan))[0])
+
+
+@pytest.mark.parametrize('scan', [True, False])
+def test_gates_and_scalars_do_not_decay(scan):
+  """By path, scanned or not: the decay and the step of a delta net, sinks, what hyper-connections multiply with; the
+  matrices beside them do."""
+  blocks = [
+    block.Spec(mixer, mlp.Spec(12), norm.Spec(), streams=streams)
+    for mixer in (
+      delta.Spec(1, 2, 4, 4, norm.Spec(), taps=2),
+      attention.Spec(2, 1, 4, rope.Spec(4, 1e4), sinks=True),
+    )
+    for streams in (hyper.Manifold(2), hyper.Free(2))
+  ]
+  for kind in (hyper.Manifold, hyper.Free):
+    own = [spec for spec in blocks if isinstance(spec.streams, kind)] * 2
+    tree = nnx.state(nnx.eval_shape(lambda: stack.Stack(own, 8, rngs=nnx.Rngs(0), scan=scan)))  # noqa: B023
+    decays, exempt = ({name.removesuffix('.w').split('.')[-1] for name in names} for names in decayed(tree))
+    assert exempt >= {'a_log', 'dt_bias', 'sinks', 'scale', 'mixer_norm'} and not exempt & decays
+    assert decays >= {'q', 'k', 'v', 'o', 'conv_q', 'project', 'decay', 'beta', 'up'}
+
+
+def decayed(tree):
+  return optimizer.decayed(optimizer.Config(), tree)
 
 
 def test_patterns_of_the_user_replace_the_default():

@@ -5,6 +5,9 @@ picks from groups by their best one, V3 by sigmoids with a bias that selects onl
 Numbers are those of each model's published config.json (`source`). kimi.py has further models of this class.
 """
 
+import dataclasses
+
+from maxtext_layers import ahead
 from maxtext_layers import block
 from maxtext_layers import config
 from maxtext_layers import mla
@@ -45,9 +48,12 @@ class DeepSeek(card.Mixture):
   attention_bias: bool = False  # of q_down, kv_down and o
   balance_loss: float = 0.0001
   balance_scope: str = 'sequence'
+  mtp: int = 0  # modules of multi-token prediction, each with a block like the last one
 
   def check(self):
     self.whole('kv_rank', 'nope_dim', 'rope_dim', 'value_dim', 'shared', 'groups', 'top_groups')
+    if self.mtp < 0 or (self.mtp and self.score == 'softmax'):
+      raise config.Error(f'mtp={self.mtp} is negative, or score=softmax, which goes without')
     if self.rope_dim % 2:
       raise config.Error(f'rope_dim={self.rope_dim} is odd; rotary positions turn pairs')
     if self.head_dim != self.nope_dim + self.rope_dim:
@@ -93,23 +99,44 @@ class DeepSeek(card.Mixture):
     dense, sparse = (block.Spec(mixer, ffn, norm.Spec(self.eps)) for ffn in (mlp.Spec(self.d_ff), routed))
     return [dense] * self.dense_layers + [sparse] * (self.layers - self.dense_layers)
 
+  def ahead(self):
+    return [ahead.Spec(self.blocks()[-1], norm.Spec(self.eps))] * self.mtp
+
   def rows(self):
-    rows = [*ROWS, *([] if self.tied else [HEAD]), *(Q_LATENT if self.q_rank else Q_STRAIGHT)]
+    every = [*LAYER, *(Q_LATENT if self.q_rank else Q_STRAIGHT)]
     if self.attention_bias:
-      rows += [*(Q_BIAS if self.q_rank else []), *BIAS]
-    if self.dense_layers:
-      rows += DENSE
-    if self.dense_layers < self.layers:
-      rows += [*SPARSE, *(CORRECTION if self.score == 'sigmoid' else [])]
+      every += [*(Q_BIAS if self.q_rank else []), *BIAS]
+    sparse = [*SPARSE, *(CORRECTION if self.score == 'sigmoid' else [])]
+    rows = [*ROWS, *([] if self.tied else [HEAD]), *every]
+    rows += (DENSE if self.dense_layers else []) + (sparse if self.dense_layers < self.layers else [])
+    last = sparse if self.dense_layers < self.layers else DENSE
+    for k in range(self.mtp):
+      here, there = f'ahead.{k}.', f'model.layers.{self.layers + k}.'
+      rows += card.moved(every + last, f'{here}block.', there)
+      rows += [(here + ours, there + theirs, pattern) for ours, theirs, pattern in AHEAD]
     return rows
 
+  def settled(self, tensors):
+    """Directories that were saved without their modules of multi-token prediction still promise them."""
+    there = any(name.startswith(f'model.layers.{self.layers}.') for name in tensors)
+    return self if there else dataclasses.replace(self, mtp=0)
+
   def passed_over(self):
-    return (r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq',)
+    """Also the copies of the token table and of the head that modules of multi-token prediction are published with."""
+    copies = '|'.join(str(self.layers + k) for k in range(self.mtp))
+    return (
+      r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq',
+      *([rf'model\.layers\.({copies})\.(embed_tokens|shared_head\.head)\.weight'] if copies else []),
+    )
 
   def hf_config(self):
     kind = next(k for k, score in SCORES.items() if score == self.score)
     v2 = {'topk_method': 'greedy' if self.groups == 1 else 'group_limited_greedy', 'mlp_bias': False}
-    v3 = {'topk_method': 'noaux_tc', 'rope_interleave': self.pairs == 'neighbours', 'num_nextn_predict_layers': 0}
+    v3 = {
+      'topk_method': 'noaux_tc',
+      'rope_interleave': self.pairs == 'neighbours',
+      'num_nextn_predict_layers': self.mtp,
+    }
     return {
       'architectures': [KINDS[kind]],
       'model_type': kind,
@@ -192,13 +219,16 @@ def from_hf(source):
     scaling=scaling,
     pairs='neighbours' if fields.get('rope_interleave', True, bool) else 'halves',
     attention_bias=fields.get('attention_bias', False, bool),
+    mtp=_count(source, 'num_nextn_predict_layers', 0) if score == 'sigmoid' else 0,
     dtype=fields.dtype(),
   )
 
 
-def _count(source, name):
-  """A field that may be 0."""
-  value = card.Fields(source).need(name)
+def _count(source, name, default=None):
+  """A field that may be 0; without a default it must be there."""
+  value = card.Fields(source).get(name, default)
+  if value is None:
+    raise config.Error(f'config.json lacks {name}')
   if not isinstance(value, int) or isinstance(value, bool) or value < 0:
     raise config.Error(f'config.json: {name}={value!r} is not a whole number')
   return value
@@ -211,6 +241,8 @@ HEAD = ('head', 'lm_head.weight', 'v d -> v d')
 ROWS = [
   ('embed', 'model.embed_tokens.weight', 'v d -> v d'),
   ('norm', 'model.norm.weight', 'd -> d'),
+]
+LAYER = [
   (_OURS + 'mixer_norm', 'model.layers.{l}.input_layernorm.weight', 'd -> d'),
   (_OURS + 'mixer.kv_down', _ATTENTION + 'kv_a_proj_with_mqa.weight', 'r d -> d r'),
   (_OURS + 'mixer.kv_norm', _ATTENTION + 'kv_a_layernorm.weight', 'r -> r'),
@@ -243,6 +275,12 @@ SPARSE = [
   (_OURS + 'ffn.shared.up', _MLP + 'shared_experts.up_proj.weight', 'f d -> d f'),
   (_OURS + 'ffn.shared.down', _MLP + 'shared_experts.down_proj.weight', 'd f -> f d'),
 ]
+AHEAD = [
+  ('embed_norm', 'enorm.weight', 'd -> d'),
+  ('hidden_norm', 'hnorm.weight', 'd -> d'),
+  ('merge', 'eh_proj.weight', 'd e -> e d'),
+  ('norm', 'shared_head.norm.weight', 'd -> d'),
+]
 CORRECTION = [(_OURS + 'ffn.router.correction', _MLP + 'gate.e_score_correction_bias', 'e -> e')]
 
 
@@ -256,14 +294,14 @@ def _v2(page, mscale=0.707, **numbers):
 
 
 def v3(page, *, vocab=129280, context=163840, eps=1e-6, theta=10000.0, dense_layers=3, heads=128, experts=256, groups=8,
-       top_groups=4, route_scale=2.5, factor=40.0, beta_fast=32.0):  # fmt: skip
+       top_groups=4, route_scale=2.5, factor=40.0, beta_fast=32.0, mtp=1):  # fmt: skip
   """A card of V3's shape."""
   return DeepSeek(
     source=f'https://huggingface.co/{page}', layers=61, d_model=7168, d_ff=18432, heads=heads, kv_heads=heads,
     head_dim=192, vocab=vocab, context=context, eps=eps, dense_layers=dense_layers, q_rank=1536, kv_rank=512,
     nope_dim=128, rope_dim=64, value_dim=128, experts=experts, top_k=8, d_expert=2048, shared=1, score='sigmoid',
     groups=groups, top_groups=top_groups, route_scale=route_scale, theta=theta,
-    scaling=rope.Yarn(factor, 4096, beta_fast, 1.0, mscale=1.0, mscale_all_dim=1.0),
+    scaling=rope.Yarn(factor, 4096, beta_fast, 1.0, mscale=1.0, mscale_all_dim=1.0), mtp=mtp,
   )  # fmt: skip
 
 

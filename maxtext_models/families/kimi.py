@@ -21,7 +21,7 @@ from_hf = deepseek.from_hf
 def _card(page, *, context=262144, eps=1e-5, factor=64.0, beta_fast=1.0):
   return deepseek.v3(
     f'moonshotai/{page}', vocab=163840, context=context, eps=eps, theta=50000.0, dense_layers=1, heads=64, experts=384,
-    groups=1, top_groups=1, route_scale=2.827, factor=factor, beta_fast=beta_fast,
+    groups=1, top_groups=1, route_scale=2.827, factor=factor, beta_fast=beta_fast, mtp=0,
   )  # fmt: skip
 
 

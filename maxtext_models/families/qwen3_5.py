@@ -26,6 +26,7 @@ class Qwen35Moe(qwen3_next.Qwen3Next):
   """Numbers of a Qwen 3.5 with experts."""
 
   apart: bool = False  # the files have tensors for each expert
+  apart_ahead: bool = False  # the same in the module of multi-token prediction
 
   def check(self):
     qwen3_next.Qwen3Next.check(self)
@@ -34,14 +35,24 @@ class Qwen35Moe(qwen3_next.Qwen3Next):
     if self.d_ff != self.d_expert:
       raise config.Error(f'd_ff={self.d_ff} is not d_expert={self.d_expert}, though no layer is dense')
 
+  def ffn_rows(self):
+    return [*(qwen3_next.EXPERTS if self.apart else EXPERTS), *qwen3_next.ROUTED]
+
+  def ffn_rows_ahead(self):
+    return [*(qwen3_next.EXPERTS if self.apart_ahead else EXPERTS), *qwen3_next.ROUTED]
+
   def rows(self):
-    return [*self.mixer_rows(SPLIT), *(qwen3_next.EXPERTS if self.apart else EXPERTS), *qwen3_next.ROUTED]
+    return self.all_rows(SPLIT)
 
   def settled(self, tensors):
-    return dataclasses.replace(self, apart=any('.mlp.experts.0.' in name for name in tensors))
+    found = [name for name in tensors if '.mlp.experts.0.' in name]
+    ahead = any(name.startswith('mtp.') for name in found)
+    apart = any(not name.startswith('mtp.') for name in found)
+    return dataclasses.replace(qwen3_next.Hybrid.settled(self, tensors), apart=apart, apart_ahead=ahead)
 
   def hf_config(self):
-    return {**_kind('qwen3_5_moe_text'), **qwen3_next.hybrid_fields(self), **qwen3_next.expert_fields(self)}
+    fields = {**qwen3_next.hybrid_fields(self), **qwen3_next.expert_fields(self)}
+    return {**_kind('qwen3_5_moe_text'), **fields, 'mtp_num_hidden_layers': self.mtp}
 
 
 @config.config
@@ -55,11 +66,15 @@ class Qwen35(qwen3_next.Hybrid):
   def ffn(self):
     return mlp.Spec(self.d_ff)
 
+  def ffn_rows(self):
+    return DENSE
+
   def rows(self):
-    return [*self.mixer_rows(SPLIT), *DENSE]
+    return self.all_rows(SPLIT)
 
   def hf_config(self):
-    return {**_kind('qwen3_5_text'), **qwen3_next.hybrid_fields(self), 'intermediate_size': self.d_ff}
+    fields = {**qwen3_next.hybrid_fields(self), 'intermediate_size': self.d_ff}
+    return {**_kind('qwen3_5_text'), **fields, 'mtp_num_hidden_layers': self.mtp}
 
 
 def _kind(model_type):
@@ -73,11 +88,16 @@ def from_hf(source):
 
 def _read_moe(source):
   experts = qwen3_next.experts(source)
-  return Qwen35Moe(**qwen3_next.hybrid(source), **experts, d_ff=experts['d_expert'])
+  return Qwen35Moe(**qwen3_next.hybrid(source), **experts, d_ff=experts['d_expert'], mtp=_ahead(source))
 
 
 def _read_dense(source):
-  return Qwen35(**qwen3_next.hybrid(source), d_ff=card.Fields(source).need('intermediate_size', int))
+  d_ff = card.Fields(source).need('intermediate_size', int)
+  return Qwen35(**qwen3_next.hybrid(source), d_ff=d_ff, mtp=_ahead(source))
+
+
+def _ahead(source):
+  return card.Fields(source).get('mtp_num_hidden_layers', 0, int)
 
 
 _READERS = {'qwen3_5_moe_text': _read_moe, 'qwen3_5_text': _read_dense}

@@ -8,6 +8,7 @@ carries positions. Numbers are those of the published config.json (`source`).
 import abc
 import dataclasses
 
+from maxtext_layers import ahead
 from maxtext_layers import attention
 from maxtext_layers import block
 from maxtext_layers import config
@@ -40,6 +41,7 @@ class Hybrid(card.Card):
   key_dim: int = 128
   value_dim: int = 128
   taps: int = 4  # of its convolution
+  mtp: int = 0  # modules of multi-token prediction: one, whose mixer is attention, or none
 
   def check_mixers(self):
     """Raises config.Error naming the field and its value."""
@@ -52,6 +54,8 @@ class Hybrid(card.Card):
         f'rotary={self.rotary!r} (partial_rotary_factor) of head_dim={self.head_dim} is {turned:g} elements, '
         'which is no even whole number'
       )
+    if self.mtp not in (0, 1):
+      raise config.Error(f'mtp={self.mtp!r} is neither 0 nor 1')
 
   def full(self):
     """The layers that are attention."""
@@ -64,24 +68,46 @@ class Hybrid(card.Card):
   def final_norm(self):
     return norm.Spec(self.eps, offset=1.0)
 
+  @abc.abstractmethod
+  def ffn_rows(self):
+    """Rows of what follows the mixer."""
+
+  def ffn_rows_ahead(self):
+    """The same in the module of multi-token prediction."""
+    return self.ffn_rows()
+
   def blocks(self):
+    full = self.full()
+    return [self._block(l in full) for l in range(self.layers)]
+
+  def ahead(self):
+    return [ahead.Spec(self._block(True), self.final_norm())] * self.mtp
+
+  def _block(self, full):
     near = self.final_norm()
     turn = rope.Spec(self.head_dim, self.theta, self.scaling, rotary=int(self.head_dim * self.rotary))
-    full = attention.Spec(self.heads, self.kv_heads, self.head_dim, turn, qk_norm=near, gate=True)
-    net = delta.Spec(
-      self.key_heads, self.value_heads, self.key_dim, self.value_dim, norm.Spec(self.eps), taps=self.taps
+    mixer = (
+      attention.Spec(self.heads, self.kv_heads, self.head_dim, turn, qk_norm=near, gate=True)
+      if full
+      else delta.Spec(
+        self.key_heads, self.value_heads, self.key_dim, self.value_dim, norm.Spec(self.eps), taps=self.taps
+      )
     )
-    return [block.Spec(full if l in self.full() else net, self.ffn(), near) for l in range(self.layers)]
+    return block.Spec(mixer, self.ffn(), near)
 
-  def mixer_rows(self, projections):
-    """All rows but those of the feed-forward layers; `projections` are those of a delta net."""
+  def all_rows(self, projections):
+    """All rows; `projections` are those of a delta net."""
     full = self.full()
     nets = [l for l in range(self.layers) if l not in full]
     head = [] if self.tied else [llama.HEAD]
-    return [*BOTH, *head, *_at(full, ATTENTION), *_at(nets, [*DELTA, *projections])]
+    rows = [*TABLES, *head, *NORMS, *_at(full, ATTENTION), *_at(nets, [*DELTA, *projections]), *self.ffn_rows()]
+    if self.mtp:
+      rows += [*AHEAD, *card.moved([*NORMS, *ATTENTION, *self.ffn_rows_ahead()], 'ahead.0.block.', 'mtp.layers.0.')]
+    return rows
 
-  def passed_over(self):
-    return (r'mtp\..*',)  # the module that predicts the token after the next one
+  def settled(self, tensors):
+    """Directories are published with the module of multi-token prediction, and saved again without."""
+    return dataclasses.replace(self, mtp=int(any(name.startswith('mtp.') for name in tensors)))
 
 
 @config.config
@@ -99,8 +125,11 @@ class Qwen3Next(Hybrid, card.Mixture):
   def ffn(self):
     return self.mixture({'normalize': self.normalize}, shared=mlp.Spec(self.d_shared), shared_gate=True)
 
+  def ffn_rows(self):
+    return [*EXPERTS, *ROUTED]
+
   def rows(self):
-    return [*self.mixer_rows(FUSED), *EXPERTS, *ROUTED]
+    return self.all_rows(FUSED)
 
   def hf_config(self):
     return {
@@ -110,6 +139,7 @@ class Qwen3Next(Hybrid, card.Mixture):
       **expert_fields(self),
       'intermediate_size': self.d_ff,
       'norm_topk_prob': self.normalize,
+      'num_nextn_predict_layers': self.mtp,
       'decoder_sparse_step': 1,
       'mlp_only_layers': [],
     }
@@ -125,6 +155,7 @@ def from_hf(source):
     **experts(source),
     d_ff=fields.need('intermediate_size', int),
     normalize=fields.get('norm_topk_prob', True, bool),
+    mtp=fields.get('num_nextn_predict_layers', 0, int),
   )
 
 
@@ -249,17 +280,15 @@ def _full_every(source, layers):
 
 def _at(layers, rows):
   """Rows of these layers only: mixers of different kinds have parameters of the same names."""
-
-  def put(names, l):
-    return tuple(put(name, l) for name in names) if isinstance(names, tuple) else names.replace('{l}', str(l))
-
-  return [(put(ours, l), put(theirs, l), pattern) for l in layers for ours, theirs, pattern in rows]
+  return [row for l in layers for row in card.moved(rows, f'layers.{l}.', f'model.layers.{l}.')]
 
 
 _LAYER, _MIXER, _FFN = 'model.layers.{l}.', 'layers.{l}.mixer.', 'layers.{l}.ffn.'
-BOTH = [
+TABLES = [
   ('embed', 'model.embed_tokens.weight', 'v d -> v d'),
   ('norm', 'model.norm.weight', 'd -> d'),
+]
+NORMS = [
   ('layers.{l}.mixer_norm', _LAYER + 'input_layernorm.weight', 'd -> d'),
   ('layers.{l}.ffn_norm', _LAYER + 'post_attention_layernorm.weight', 'd -> d'),
 ]
@@ -306,12 +335,18 @@ EXPERTS = [
   (_FFN + 'experts.up', _LAYER + 'mlp.experts.{e}.up_proj.weight', 'f d -> d f'),
   (_FFN + 'experts.down', _LAYER + 'mlp.experts.{e}.down_proj.weight', 'd f -> f d'),
 ]
+AHEAD = [
+  ('ahead.0.embed_norm', 'mtp.pre_fc_norm_embedding.weight', 'd -> d'),
+  ('ahead.0.hidden_norm', 'mtp.pre_fc_norm_hidden.weight', 'd -> d'),
+  ('ahead.0.merge', 'mtp.fc.weight', 'd e -> e d'),
+  ('ahead.0.norm', 'mtp.norm.weight', 'd -> d'),
+]
 
 CARDS = {
   'qwen3-next-80b-a3b': Qwen3Next(
     source='https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct', layers=48, d_model=2048, d_ff=5120, heads=16,
     kv_heads=2, head_dim=256, vocab=151936, context=262144, key_heads=16, value_heads=32, experts=512, top_k=10,
-    d_expert=512, d_shared=512,
+    d_expert=512, d_shared=512, mtp=1,
   ),
 }  # fmt: skip
 ALIASES = {'qwen3-next-80b-a3b-thinking': 'qwen3-next-80b-a3b'}

@@ -41,3 +41,18 @@ def randomise(weights, name, draw):
   if name.endswith('e_score_correction_bias'):
     return 0.3 * draw
   return None
+
+
+def more(output):
+  """deepseek3_mtp, with the copies of the table and of the head that are published, too."""
+  import mtp
+
+  def published(name, layers):
+    return f'model.layers.{layers}.' + name.removeprefix('block.').replace('post_norm', 'shared_head.norm')
+
+  def copies(model):
+    table, head = model.model.embed_tokens.weight, model.lm_head.weight
+    there = f'model.layers.{len(model.model.layers)}'
+    return {f'{there}.embed_tokens.weight': table, f'{there}.shared_head.head.weight': head}
+
+  mtp.make('deepseek3', output, lambda name, draw: randomise('deepseek3', name, draw), published, copies)

@@ -54,3 +54,17 @@ def randomise(weights, name, draw):
   if 'experts.' in name and draw.ndim == 3:
     return draw / draw.shape[2] ** 0.5
   return None
+
+
+def more(output):
+  """qwen3_next_mtp, under the names of Qwen3-Next-80B-A3B-Instruct's files."""
+  import mtp
+
+  parts = {'enorm': 'pre_fc_norm_embedding', 'hnorm': 'pre_fc_norm_hidden', 'eh_proj': 'fc', 'post_norm': 'norm'}
+
+  def published(name, layers):
+    del layers
+    head, _, rest = name.partition('.')
+    return f'mtp.layers.0.{rest}' if head == 'block' else f'mtp.{parts[head]}.{rest}'
+
+  mtp.make('qwen3_next', output, lambda name, draw: randomise('qwen3_next', name, draw), published)
