@@ -131,7 +131,7 @@ def _moe(size, layers, d_model, heads, value_heads, experts, top_k, d_expert):
   return Qwen35Moe(
     source=f'https://huggingface.co/Qwen/Qwen3.5-{size}', layers=layers, d_model=d_model, d_ff=d_expert, heads=heads,
     kv_heads=2, head_dim=256, vocab=248320, context=262144, key_heads=16, value_heads=value_heads, experts=experts,
-    top_k=top_k, d_expert=d_expert, d_shared=d_expert,
+    top_k=top_k, d_expert=d_expert, d_shared=d_expert, mtp=1,
   )  # fmt: skip
 
 
@@ -139,6 +139,7 @@ def _dense(size, layers, d_model, d_ff, heads, kv_heads, value_heads, *, tied=Fa
   return Qwen35(
     source=f'https://huggingface.co/Qwen/Qwen3.5-{size}', layers=layers, d_model=d_model, d_ff=d_ff, heads=heads,
     kv_heads=kv_heads, head_dim=256, vocab=248320, context=262144, tied=tied, key_heads=16, value_heads=value_heads,
+    mtp=1,
   )  # fmt: skip
 
 
