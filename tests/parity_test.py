@@ -144,8 +144,8 @@ def test_the_text_part_of_an_image_text_directory(folder, tmp_path):
 
 @pytest.mark.parametrize('case', ['qwen3_5_moe', 'qwen3_5'])
 def test_qwen3_5_as_it_is_published(folder, scores, tmp_path, case):
-  """Names of the image-text model, the experts of a layer in two tensors, a tower beside, and a module of multi-token prediction
-  (tests/mtp_test.py) that is of the same sizes as that of another case."""
+  """Names of the image-text model, the experts of a layer in two tensors, a tower beside, and a module of multi-token
+  prediction (tests/mtp_test.py), which is of the same sizes in another case."""
   text = json.load(open(f'{folder(case)}/config.json'))
   named, stacked = {}, {}
   for name, value in safetensors.numpy.load_file(f'{folder(case)}/model.safetensors').items():
