@@ -349,7 +349,11 @@ LEFT_OUT = {
   'deepseek_v4': {'rope_parameters': None},  # nothing is stretched
   'qwen2': {'tie_word_embeddings': False},
   'qwen3': {'tie_word_embeddings': False},
-  'qwen3_5_text': {'tie_word_embeddings': False},
+  'qwen3_5_text': {'tie_word_embeddings': False, 'mtp_num_hidden_layers': 0},
+  'qwen3_5_moe_text': {'mtp_num_hidden_layers': 0},  # files decide, as for the others
+  'qwen3_next': {'num_nextn_predict_layers': 0},
+  'deepseek_v3': {'num_nextn_predict_layers': 0},
+  'deepseek_v32': {'num_nextn_predict_layers': 0},
   'envy_switch': {'tie_word_embeddings': False, 'router_aux_loss_coef': 0.001},  # as for its relatives
   'mixtral': {'router_aux_loss_coef': 0.001},
   'gpt_oss': {'router_aux_loss_coef': 0.001},

@@ -44,6 +44,8 @@ PLANS = {
   'deepseek3-671b': 'A3 B58',
   'deepseek3.1-671b': 'A3 B58',
   'deepseek-r1-671b': 'A3 B58',
+  'deepseek3.2-671b': 'A3 B58',
+  'deepseek4-284b': 'A2 B1 (CD)20',  # the first two compress nothing, then by 4, and by 128 and 4 in turn
   'kimi-k2-1t': 'A1 B60',
   'kimi-k2-0905-1t': 'A1 B60',
   'kimi-k2-thinking-1t': 'A1 B60',

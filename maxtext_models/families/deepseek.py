@@ -102,10 +102,13 @@ class DeepSeek(card.Mixture):
   def ahead(self):
     return [ahead.Spec(self.blocks()[-1], norm.Spec(self.eps))] * self.mtp
 
+  def layer_rows(self):
+    """Of every layer, without its feed-forward."""
+    rows = [*LAYER, *(Q_LATENT if self.q_rank else Q_STRAIGHT)]
+    return rows + ([*(Q_BIAS if self.q_rank else []), *BIAS] if self.attention_bias else [])
+
   def rows(self):
-    every = [*LAYER, *(Q_LATENT if self.q_rank else Q_STRAIGHT)]
-    if self.attention_bias:
-      every += [*(Q_BIAS if self.q_rank else []), *BIAS]
+    every = self.layer_rows()
     sparse = [*SPARSE, *(CORRECTION if self.score == 'sigmoid' else [])]
     rows = [*ROWS, *([] if self.tied else [HEAD]), *every]
     rows += (DENSE if self.dense_layers else []) + (sparse if self.dense_layers < self.layers else [])
@@ -208,7 +211,7 @@ def from_hf(source):
     eps=fields.need('rms_norm_eps', float),
     context=whole('max_position_embeddings'),
     tied=fields.tied(),
-    dense_layers=_count(source, 'first_k_dense_replace'),
+    dense_layers=fields.count('first_k_dense_replace'),
     q_rank=fields.given('q_lora_rank', int),
     score=score,
     groups=fields.need('n_group', int) if grouped else 1,
@@ -219,19 +222,9 @@ def from_hf(source):
     scaling=scaling,
     pairs='neighbours' if fields.get('rope_interleave', True, bool) else 'halves',
     attention_bias=fields.get('attention_bias', False, bool),
-    mtp=_count(source, 'num_nextn_predict_layers', 0) if score == 'sigmoid' else 0,
+    mtp=fields.count('num_nextn_predict_layers', 0) if score == 'sigmoid' else 0,
     dtype=fields.dtype(),
   )
-
-
-def _count(source, name, default=None):
-  """A field that may be 0; without a default it must be there."""
-  value = card.Fields(source).get(name, default)
-  if value is None:
-    raise config.Error(f'config.json lacks {name}')
-  if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-    raise config.Error(f'config.json: {name}={value!r} is not a whole number')
-  return value
 
 
 WHOLE = 'layers d_model d_ff vocab kv_rank value_dim experts top_k d_expert shared'.split()

@@ -45,8 +45,8 @@ class DeepSeek32(deepseek.DeepSeek):
     index = indexer.Spec(self.index_heads, self.index_dim, self.index_top_k, self.index_loss, self.index_stage)
     return [dataclasses.replace(b, mixer=sparse.Spec(b.mixer, index)) for b in deepseek.DeepSeek.blocks(self)]
 
-  def rows(self):
-    return [*deepseek.DeepSeek.rows(self), *INDEXER]
+  def layer_rows(self):
+    return [*deepseek.DeepSeek.layer_rows(self), *INDEXER]
 
   def hf_config(self):
     fields = deepseek.DeepSeek.hf_config(self)

@@ -88,16 +88,17 @@ def from_hf(source):
 
 def _read_moe(source):
   experts = qwen3_next.experts(source)
-  return Qwen35Moe(**qwen3_next.hybrid(source), **experts, d_ff=experts['d_expert'], mtp=_ahead(source))
+  return Qwen35Moe(
+    **qwen3_next.hybrid(source),
+    **experts,
+    d_ff=experts['d_expert'],
+    mtp=card.Fields(source).count('mtp_num_hidden_layers', 0),
+  )
 
 
 def _read_dense(source):
   d_ff = card.Fields(source).need('intermediate_size', int)
-  return Qwen35(**qwen3_next.hybrid(source), d_ff=d_ff, mtp=_ahead(source))
-
-
-def _ahead(source):
-  return card.Fields(source).get('mtp_num_hidden_layers', 0, int)
+  return Qwen35(**qwen3_next.hybrid(source), d_ff=d_ff, mtp=card.Fields(source).count('mtp_num_hidden_layers', 0))
 
 
 _READERS = {'qwen3_5_moe_text': _read_moe, 'qwen3_5_text': _read_dense}

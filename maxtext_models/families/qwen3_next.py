@@ -155,7 +155,7 @@ def from_hf(source):
     **experts(source),
     d_ff=fields.need('intermediate_size', int),
     normalize=fields.get('norm_topk_prob', True, bool),
-    mtp=fields.get('num_nextn_predict_layers', 0, int),
+    mtp=fields.count('num_nextn_predict_layers', 0),
   )
 
 
