@@ -161,7 +161,13 @@ def test_memory_grows_by_entries_not_by_tokens():
 
 def test_what_cannot_be_is_said():
   with pytest.raises(config.Error, match='groups=3'):
-    dataclasses.replace(WINDOW, groups=3).build(D, nnx.Rngs(0))
+    dataclasses.replace(WINDOW, groups=3)
+  with pytest.raises(config.Error, match='window=0 is not a positive whole number'):
+    dataclasses.replace(WINDOW, window=0)
+  with pytest.raises(config.Error, match='ratio=0 is not a positive whole number'):
+    compressed.Compress(0)
+  with pytest.raises(config.Error, match='head_dim=8 is odd, or larger than head_dim=6'):
+    dataclasses.replace(WINDOW, rope=rope.Spec(8, 50.0))
   with pytest.raises(config.Error, match='loss'):
     index = dataclasses.replace(LIGHT.compress.index, loss=1.0)
     dataclasses.replace(LIGHT, compress=dataclasses.replace(LIGHT.compress, index=index)).build(D, nnx.Rngs(0))

@@ -1,5 +1,6 @@
 """Gated delta net: against the equations of the paper in float64, packed rows, padding, decoding, gradients."""
 
+import dataclasses
 import functools
 
 from flax import nnx
@@ -10,6 +11,7 @@ import pytest
 
 from maxtext_layers import attention
 from maxtext_layers import block
+from maxtext_layers import config
 from maxtext_layers import delta
 from maxtext_layers import mlp
 from maxtext_layers import norm
@@ -242,3 +244,17 @@ def test_ragged_prompts(model, side):
   alone, in what follows, too."""
   for row, y in enumerate(layer_cases.ragged(model, X[:, :80], (70, 66), 4, side)):
     np.testing.assert_allclose(y, layer_cases.whole(model, X[row : row + 1, : len(y)])[0], atol=5e-4)
+
+
+@pytest.mark.parametrize(
+  'changes, said',
+  [
+    ({'value_heads': G * R + 1}, f'value_heads={G * R + 1} is no multiple of key_heads={G}'),
+    ({'key_heads': 0}, 'key_heads=0 is not a positive whole number'),
+    ({'taps': 0}, 'taps=0 is not a positive whole number'),
+    ({'key_dim': 2.0}, 'key_dim=2[.]0 is not a positive whole number'),
+  ],
+)
+def test_impossible_numbers_are_named(changes, said):
+  with pytest.raises(config.Error, match=said):
+    dataclasses.replace(SPEC, **changes)

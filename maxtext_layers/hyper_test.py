@@ -154,3 +154,18 @@ def test_blocks_of_a_model_have_the_same_streams():
   specs = [block.Spec(MIXER, mlp.Spec(9), norm.Spec(), streams) for streams in (FREE, MANIFOLD)]
   with pytest.raises(config.Error, match='residual streams'):
     stack.Stack(specs, 6, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  'kind, changes, said',
+  [
+    (hyper.Free, {'streams': 0}, 'streams=0 is not a positive whole number'),
+    (hyper.Free, {'streams': 2, 'eps': -1e-6}, 'eps=-1e-06 is not a number from 0 on'),
+    (hyper.Manifold, {'streams': True}, 'streams=True is not a positive whole number'),
+    (hyper.Manifold, {'iterations': 0}, 'iterations=0 is not a positive whole number'),
+    (hyper.Manifold, {'norm_eps': float('nan')}, 'norm_eps=nan is not a number from 0 on'),
+  ],
+)
+def test_impossible_numbers_are_named(kind, changes, said):
+  with pytest.raises(config.Error, match=said):
+    kind(**changes)
