@@ -58,7 +58,7 @@ def forward(model, tokens, **options):
   return run(state, tokens)
 
 
-@pytest.mark.parametrize('case', ['deepseek3', 'qwen3_next'])
+@pytest.mark.parametrize('case', ['deepseek3', 'qwen3_next', 'qwen3_5'])
 def test_logits_equal_transformers(loaded, case):
   """The last token has nothing ahead of it; of all others the module says the one after the next."""
   reference = golden.reference(case)
@@ -70,7 +70,7 @@ def test_logits_equal_transformers(loaded, case):
   assert np.abs(second[:, :-1] - expected).max() <= 1e-4
 
 
-@pytest.mark.parametrize('case, copies', [('deepseek3', COPIES), ('qwen3_next', set())])
+@pytest.mark.parametrize('case, copies', [('deepseek3', COPIES), ('qwen3_next', set()), ('qwen3_5', set())])
 def test_the_way_back_has_the_published_names(folder, loaded, tmp_path, case, copies):
   """But for the copies of the table and of the head, which are passed over and named."""
   hf.save(tmp_path / 'out', *loaded(case))
@@ -83,15 +83,21 @@ def test_the_way_back_has_the_published_names(folder, loaded, tmp_path, case, co
   assert again.keys() == back.keys() and all(again[k].tobytes() == back[k].tobytes() for k in back)
 
 
-@pytest.mark.parametrize('case, promised', [('deepseek3', 1), ('qwen3_next', None)])
-def test_a_directory_without_the_modules_is_a_model_without(tmp_path, case, promised):
+NEXT, AHEAD = 'num_nextn_predict_layers', 'mtp_num_hidden_layers'
+
+
+@pytest.mark.parametrize(
+  'case, field, promised', [('deepseek3', NEXT, 1), ('qwen3_next', NEXT, None), ('qwen3_5', AHEAD, None)]
+)
+def test_a_directory_without_the_modules_is_a_model_without(tmp_path, case, field, promised):
   """transformers' save_pretrained leaves them out, whatever config.json says; what is exported says 0."""
   directory = golden.directory(case, tmp_path)
-  assert json.load(open(f'{directory}/config.json')).get('num_nextn_predict_layers') == promised
+  assert json.load(open(f'{directory}/config.json')).get(field) == promised
   card, model = hf.load(directory)
   assert card.mtp == 0 and len(model.ahead) == 0
   hf.save(tmp_path / 'out', card, model)
-  assert json.load(open(tmp_path / 'out/config.json'))['num_nextn_predict_layers'] == 0
+  assert json.load(open(tmp_path / 'out/config.json'))[field] == 0
+  assert hf.read(tmp_path / 'out')[0].mtp == 0
 
 
 @pytest.mark.parametrize('chunk', [losses.Chunk.TOKENS, losses.Chunk.VOCABULARY])

@@ -145,7 +145,7 @@ def test_the_text_part_of_an_image_text_directory(folder, tmp_path):
 @pytest.mark.parametrize('case', ['qwen3_5_moe', 'qwen3_5'])
 def test_qwen3_5_as_it_is_published(folder, scores, tmp_path, case):
   """Names of the image-text model, the experts of a layer in two tensors, a tower beside, and a module of multi-token
-  prediction (tests/mtp_test.py), which is of the same sizes in another case."""
+  prediction (tests/mtp_test.py), with experts one of the same sizes in another case."""
   text = json.load(open(f'{folder(case)}/config.json'))
   named, stacked = {}, {}
   for name, value in safetensors.numpy.load_file(f'{folder(case)}/model.safetensors').items():
@@ -158,9 +158,9 @@ def test_qwen3_5_as_it_is_published(folder, scores, tmp_path, case):
     named |= {f'{name}.gate_up_proj': np.concatenate([gate, up], 1), f'{name}.down_proj': down}
   there = {name.replace('model.', 'model.language_model.', 1): value for name, value in named.items()}
   there['model.visual.blocks.0.attn.qkv.bias'] = np.ones(3, np.float32)
-  if case == 'qwen3_5_moe':
-    ahead = safetensors.numpy.load_file(golden.HERE / 'qwen3_next_mtp.safetensors')
-    there, named = there | ahead, named | ahead
+  other = {'qwen3_5_moe': 'qwen3_next', 'qwen3_5': 'qwen3_5'}[case]
+  ahead = safetensors.numpy.load_file(golden.HERE / f'{other}_mtp.safetensors')
+  there, named = there | ahead, named | ahead
   kind = text['model_type'].removesuffix('_text')
   whole = {'model_type': kind, 'text_config': text, 'tie_word_embeddings': case == 'qwen3_5', 'vision_config': {}}
   whole['architectures'] = [{'qwen3_5_moe': 'Qwen3_5Moe', 'qwen3_5': 'Qwen3_5'}[kind] + 'ForConditionalGeneration']
@@ -170,7 +170,7 @@ def test_qwen3_5_as_it_is_published(folder, scores, tmp_path, case):
   np.testing.assert_array_equal(scoring.scorer(model)(golden.reference(case).tokens), scores(case, False))
   back = dict(hf.tensors(card, model))
   assert back.keys() == named.keys() and all(back[name].tobytes() == named[name].tobytes() for name in named)
-  assert len(model.ahead) == card.hf_config()['mtp_num_hidden_layers'] == (case == 'qwen3_5_moe')
+  assert len(model.ahead) == card.hf_config()['mtp_num_hidden_layers'] == 1
   assert holds(card.hf_config(), {'model_type': text['model_type'], 'architectures': text['architectures']})
   assert '  passed over, because only the text model is read: model.visual.blocks.0.attn.qkv.bias' in hf.remarks(
     tmp_path

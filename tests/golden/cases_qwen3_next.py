@@ -57,7 +57,7 @@ def randomise(weights, name, draw):
 
 
 def more(output):
-  """qwen3_next_mtp, under the names of Qwen3-Next-80B-A3B-Instruct's files."""
+  """qwen3_next_mtp and qwen3_5_mtp, under the names of Qwen3-Next-80B-A3B-Instruct's files."""
   import mtp
 
   parts = {'enorm': 'pre_fc_norm_embedding', 'hnorm': 'pre_fc_norm_hidden', 'eh_proj': 'fc', 'post_norm': 'norm'}
@@ -67,4 +67,5 @@ def more(output):
     head, _, rest = name.partition('.')
     return f'mtp.layers.0.{rest}' if head == 'block' else f'mtp.{parts[head]}.{rest}'
 
-  mtp.make('qwen3_next', output, lambda name, draw: randomise('qwen3_next', name, draw), published)
+  for case in ('qwen3_next', 'qwen3_5'):
+    mtp.make(case, output, lambda name, draw, case=case: randomise(case, name, draw), published)
