@@ -8,15 +8,18 @@ import sys
 
 import pytest
 
+from maxtext_models import registry
 from maxtext_train import flops
 from tests.benchmarks import compile_depth
 from tests.benchmarks import convert_memory
 from tests.benchmarks import delta_ratio
+from tests.benchmarks import depth
 from tests.benchmarks import first_step
 from tests.benchmarks import import_time
 from tests.benchmarks import loading
 from tests.benchmarks import loss_memory
 from tests.benchmarks import measure
+from tests.benchmarks import mla_ratio
 from tests.benchmarks import train_ratio
 from tests.benchmarks import twin_sweep
 from tests.benchmarks import vs_maxtext
@@ -209,6 +212,23 @@ def test_conversion_streams(monkeypatch, capsys, tmp_path):
   assert found['same'] and found['files'] > 2 and found['peak_mb'].keys() == {'native', 'hf'}
   convert_memory.make(tmp_path / 'one', convert_memory.card(2, 128), 1 << 30)
   assert all(loading.timed(side, str(tmp_path / 'one'))['seconds'] > 0 for side in ('ours', 'theirs'))
+
+
+def test_three_forms_of_latent_attention_are_compared(monkeypatch, capsys):
+  found = line(mla_ratio, ['--length=130', '--rounds=1'], monkeypatch, capsys)
+  for name in ('naive', 'absorbed'):
+    assert found['loss'][name] == pytest.approx(found['loss']['expanded'], rel=1e-3) and found['loss'][name] > 0
+  assert found['ratio'] == found['range'][0] > 0 and found['absorbed_ratio'] > 0 and found['length'] == 130
+
+
+def test_depth(monkeypatch, capsys):
+  """Half the repeats, of the longest segment: 29 of 58 after three dense layers, 5 of 10 periods of six before two."""
+  layers = {name: depth.halved(registry.card(name)).layers for name in ('deepseek3-671b', 'gemma3-27b')}
+  assert layers == {'deepseek3-671b': 3 + 29, 'gemma3-27b': 5 * 6 + 2}
+  fields = dict.fromkeys(('step_s', 'cpu', 'others', 'blocks'), 1.0)
+  monkeypatch.setattr(depth, 'lowered', lambda card: {'seconds': card.layers / 4, 'layers': card.layers, **fields})
+  found = line(depth, ['--models', 'gemma3-27b', '--rounds=1'], monkeypatch, capsys)
+  assert found['ratio'] == pytest.approx(62 / 32, rel=1e-3) and found['layers'] == {'half': 32, 'full': 62}
 
 
 def test_the_loss_needs_a_quarter_of_the_logits():
