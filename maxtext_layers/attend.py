@@ -59,8 +59,8 @@ def chunked(q, k, v, shape: Shape, segments=None, sinks=None, block: int | None 
 
 
 def block_rows(length: int) -> int:
-  """Queries that are worked on at once: a quarter of a row, but 64 at least and 512 at most."""
-  return min(max(-(-length // 4), 64), 512)
+  """Queries that are worked on at once: a quarter of a row, but 64 at least and 256 at most."""
+  return min(max(-(-length // 4), 64), 256)
 
 
 def xla(q, k, v, shape: Shape, segments=None, sinks=None) -> jax.Array:
