@@ -1,6 +1,7 @@
 """The attention layer: decode parity, the order of norms and rotation, and which kernel may run where."""
 
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -36,9 +37,10 @@ MIXERS = {
 }
 
 
+@functools.cache
 def build(mixer, layers=2, scan=True):
   spec = block.Spec(mixer, mlp.Spec(24), norm.Spec())
-  return layer_cases.randomised(stack.Stack([spec] * layers, 16, rngs=nnx.Rngs(0), scan=scan))
+  return layer_cases.randomised(lambda: stack.Stack([spec] * layers, 16, rngs=nnx.Rngs(0), scan=scan))
 
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 12, 16), np.float32))
@@ -69,7 +71,7 @@ def test_ragged_prompts_padded_left(name):
   """B3: prompts of 7 and 4 tokens in one batch, the second padded by 3 on the left: each decodes as if alone."""
   model = build(MIXERS[name])
   for row, y in enumerate(layer_cases.ragged(model, X, (7, 4), 3)):
-    np.testing.assert_allclose(y, layer_cases.whole(model, X[row : row + 1, : len(y)])[0], atol=2e-5)
+    np.testing.assert_allclose(y, layer_cases.whole(model, X)[row, : len(y)], atol=2e-5)
 
 
 @pytest.mark.parametrize('name', ['window', 'chunk', 'temperature'])
@@ -84,8 +86,9 @@ def test_ragged_prompts_padded_right(name):
     y, caches = layer_cases.run(model, step, caches, lengths + i)
     for row in (0, 1):
       out[row].append(y[row])
-  np.testing.assert_allclose(jnp.concatenate(out[0]), layer_cases.whole(model, X[:1, :10])[0], atol=2e-5)
-  np.testing.assert_allclose(jnp.concatenate(out[1]), layer_cases.whole(model, X[1:, :7])[0], atol=2e-5)
+  whole = layer_cases.whole(model, X)
+  np.testing.assert_allclose(jnp.concatenate(out[0]), whole[0, :10], atol=2e-5)
+  np.testing.assert_allclose(jnp.concatenate(out[1]), whole[1, :7], atol=2e-5)
 
 
 @pytest.mark.parametrize('name', ['plain', 'chunk', 'temperature'])
@@ -108,7 +111,7 @@ def test_packed_rows_equal_rows_of_their_own(name):
 def test_norms_come_before_the_rotation():
   """A7: with random norm weights the order shows; ours is norm, then rotation, written out here."""
   spec = dataclasses.replace(PLAIN, heads=2, kv_heads=2, qk_norm=norm.Spec(1e-6))
-  layer = layer_cases.randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+  layer = layer_cases.randomised(lambda: attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
   table = rope.table(spec.rope, np.arange(12)[None])
   context = block.Context(tables={spec.rope: table}, kernel='xla')
   w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in ('q', 'k', 'v', 'o', 'q_norm', 'k_norm')}
@@ -136,7 +139,7 @@ def test_norms_come_before_the_rotation():
 def test_the_gate_multiplies_what_heads_say():
   """Element by element, before the output map; the rotation leaves the rest of a head alone."""
   spec = dataclasses.replace(PLAIN, gate=True, rope=rope.Spec(8, 10000.0, rotary=4), bias=('gate',))
-  layer = layer_cases.randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+  layer = layer_cases.randomised(lambda: attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
   table = rope.table(spec.rope, np.arange(12)[None])
   w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in ('q', 'k', 'v', 'o', 'gate')}
   x = np.asarray(X, np.float64)
@@ -163,7 +166,7 @@ def test_what_stands_between_rotation_and_scores():
   position's: written out here in float64."""
   turned = dataclasses.replace(MIXERS['norm after the rotation'], chunk=5)
   for spec in (turned, MIXERS['temperature']):
-    layer = layer_cases.randomised(attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+    layer = layer_cases.randomised(lambda: attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
     tables = {spec.rope: rope.table(spec.rope, np.arange(12)[None])} if spec.rope else {}
     w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in 'qkvo'}
     q, k, v = (np.einsum('BTD,DNH->BNTH', np.asarray(X, np.float64), w[n]) for n in 'qkv')

@@ -58,7 +58,7 @@ def manifold_twin(w, h):
 
 @pytest.mark.parametrize('spec, twin', [(FREE, free_twin), (MANIFOLD, manifold_twin)], ids=['free', 'manifold'])
 def test_connection_equals_the_equations(spec, twin):
-  module = layer_cases.randomised(spec.build(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(lambda: spec.build(D, nnx.Rngs(0)))
 
   @jax.jit
   def run(x, y):
@@ -74,7 +74,7 @@ def test_connection_equals_the_equations(spec, twin):
 
 
 def test_collapse_reads_like_a_layer():
-  module = layer_cases.randomised(MANIFOLD.collapse(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(lambda: MANIFOLD.collapse(D, nnx.Rngs(0)))
   w = weights(module)
   got = module(jnp.asarray(X, jnp.float32))
   for at in np.ndindex(2, 4):
@@ -127,7 +127,7 @@ def test_manifold_connections_begin_close_to_plain_residual_paths():
 
 @pytest.mark.parametrize('spec', [FREE, MANIFOLD], ids=['free', 'manifold'])
 def test_scanned_equals_unrolled_and_decode_equals_the_whole(spec):
-  scanned = layer_cases.randomised(build(spec))
+  scanned = layer_cases.randomised(lambda: build(spec))
   whole, _ = run(scanned, INPUT)
   assert whole.shape == (2, 9, S, 6)
   single = build(spec, scan=False)
@@ -140,7 +140,7 @@ def test_scanned_equals_unrolled_and_decode_equals_the_whole(spec):
 
 def test_a_token_mixes_its_own_streams_only():
   """B6: nothing crosses from token to token, so packed rows are the mixers' affair alone."""
-  module = layer_cases.randomised(MANIFOLD.build(D, nnx.Rngs(0)))
+  module = layer_cases.randomised(lambda: MANIFOLD.build(D, nnx.Rngs(0)))
   x = jnp.asarray(X, jnp.float32)
   h, add = module(x)
   h2, add2 = module(x.at[:, 2].add(1.0))

@@ -19,6 +19,7 @@ from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import router
 from maxtext_layers import stack
+from tests import layer_cases
 
 B, T, D, F, E = 2, 9, 6, 10, 5
 RNG = np.random.default_rng(0)
@@ -204,16 +205,17 @@ def test_losses_and_loads_leave_the_stack():
   blocks = [DENSE, *[DENSE, BLOCK] * 2]
   results = {}
   for scan, remat in ((True, 'none'), (False, 'none'), (True, 'full')):
-    model = stack.Stack(blocks, D, rngs=nnx.Rngs(0), scan=scan, remat=remat)
+    model = layer_cases.alike(lambda s=scan, r=remat: stack.Stack(blocks, D, rngs=nnx.Rngs(0), scan=s, remat=r))
     graph, state = nnx.split(model)
     segments = jnp.asarray(np.repeat([[1, 2, 0]], B, 0).repeat(3, 1))
 
     @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
     def run(state, graph=graph, segments=segments):
       _, _, aux = nnx.merge(graph, state)(X, block.Context(segments=segments))
       return aux['balance_loss'] + aux['router_z_loss'], aux
 
-    grads, aux = jax.grad(run, has_aux=True)(state)
+    grads, aux = run(state)
     paths = {'.'.join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
     loads = aux.pop('loads')
     assert loads.keys() == {p for p in paths if p.endswith('ffn.router.correction')}

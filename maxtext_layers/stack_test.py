@@ -19,6 +19,7 @@ from maxtext_layers import plan
 from maxtext_layers import residual
 from maxtext_layers import rope
 from maxtext_layers import stack
+from tests import layer_cases
 
 LOCAL = block.Spec(attention.Spec(2, 1, 8, rope.Spec(8, 10000.0), window=3), mlp.Spec(24), norm.Spec())
 GLOBAL = dataclasses.replace(LOCAL, mixer=dataclasses.replace(LOCAL.mixer, window=None))
@@ -26,8 +27,16 @@ BLOCKS = [LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL]
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 16), np.float32))
 
 
+KEY = jax.random.key(3, impl='unsafe_rbg')  # whose draws compile in a tenth of the time
+
+
 def build(blocks=BLOCKS, **options):
   return stack.Stack(blocks, 16, rngs=nnx.Rngs(0), **options)
+
+
+def alike(blocks=BLOCKS, **options):
+  """The same with values that are not drawn: quick, and alike under every plan."""
+  return layer_cases.alike(lambda: build(blocks, **options))
 
 
 def weights(model):
@@ -56,7 +65,7 @@ def gradients(model, key=None, x=X):
 @pytest.fixture(scope='module')
 def scanned():
   model = build(scan=True)
-  return model, gradients(model), gradients(model, jax.random.key(3))
+  return model, gradients(model), gradients(model, KEY)
 
 
 def test_the_plan_is_computed(scanned):
@@ -71,7 +80,7 @@ def test_unrolled_equals_scanned(scanned):
   flat = build(scan=False)
   ours, theirs = weights(model), weights(flat)
   assert ours.keys() == theirs.keys() and all((ours[k] == theirs[k]).all() for k in ours)
-  for (loss, grads), key in ((plain, None), (dropped, jax.random.key(3))):
+  for (loss, grads), key in ((plain, None), (dropped, KEY)):
     other, others = gradients(flat, key)
     np.testing.assert_allclose(other, loss, rtol=1e-6)
     for k in grads:
@@ -81,13 +90,13 @@ def test_unrolled_equals_scanned(scanned):
 
 @pytest.fixture(scope='module')
 def two():
-  return gradients(build([LOCAL] * 2, scan=True), jax.random.key(3))
+  return gradients(alike([LOCAL] * 2, scan=True), KEY)
 
 
 @pytest.mark.parametrize('remat, scan', [('full', True), ('full', False), ('dots', True), ('qkv,hidden', True)])
 def test_remat_changes_no_number(two, remat, scan):
   loss, grads = two
-  other, others = gradients(build([LOCAL] * 2, scan=scan, remat=remat), jax.random.key(3))
+  other, others = gradients(alike([LOCAL] * 2, scan=scan, remat=remat), KEY)
   np.testing.assert_allclose(other, loss, rtol=1e-6)
   for k in grads:
     np.testing.assert_allclose(others[k], grads[k], atol=1e-6, err_msg=str(k))
@@ -180,7 +189,7 @@ def test_auxiliary_values_are_summed_over_layers():
 
   spec = dataclasses.replace(LOCAL, ffn=Counting())
   for scan in (True, False):
-    _, _, aux = jax.jit(lambda m, x: m(x, block.Context()))(build([spec] * 3 + [LOCAL], scan=scan), X)
+    _, _, aux = jax.jit(lambda m, x: m(x, block.Context()))(alike([spec] * 3 + [LOCAL], scan=scan), X)
     assert aux['load'].tolist() == [3.0, 3.0, 3.0] and aux['loss'] == 1.5
 
 
@@ -196,7 +205,7 @@ EACH = jnp.asarray(np.random.default_rng(1).standard_normal((8, 2, 6, 5), np.flo
 
 def with_inputs(key=None, **options):
   """(loss, gradients of the weights by layer, of x and of the layers' inputs) of SHARED."""
-  model = build(SHARED, **options)
+  model = alike(SHARED, **options)
   graph, state = nnx.split(model)
 
   @jax.jit
@@ -210,7 +219,7 @@ def with_inputs(key=None, **options):
 
 @pytest.fixture(scope='module')
 def kept():
-  return {key: with_inputs(key and jax.random.key(key), scan=True) for key in (None, 3)}
+  return {dropout: with_inputs(KEY if dropout else None, scan=True) for dropout in (False, True)}
 
 
 def test_kept_keys_and_values_make_their_own_segments():
@@ -222,11 +231,11 @@ def test_kept_keys_and_values_make_their_own_segments():
 
 @pytest.mark.parametrize('options', [{'scan': False}, {'scan': True, 'remat': 'full'}, {'scan': False, 'remat': 'full'},
                                      {'scan': True, 'remat': 'qkv,hidden'}], ids=str)  # fmt: skip
-@pytest.mark.parametrize('key', [None, 3])
-def test_kept_keys_and_values_and_inputs_under_every_plan(kept, options, key):
+@pytest.mark.parametrize('dropout', [False, True], ids=['plain', 'dropout'])
+def test_kept_keys_and_values_and_inputs_under_every_plan(kept, options, dropout):
   """Losses and gradients of weights, x and inputs are those of the scan: unrolled, recomputed, with dropout or not."""
-  loss, grads = kept[key]
-  other, others = with_inputs(key and jax.random.key(key), **options)
+  loss, grads = kept[dropout]
+  other, others = with_inputs(KEY if dropout else None, **options)
   np.testing.assert_allclose(other, loss, rtol=1e-6)
   for k in grads:
     np.testing.assert_allclose(others[k], grads[k], atol=2e-5, rtol=1e-5, err_msg=str(k))
@@ -236,7 +245,7 @@ def test_kept_keys_and_values_and_inputs_under_every_plan(kept, options, key):
 
 def test_a_reader_attends_to_what_was_kept():
   """Two layers written out: the second's queries against the keys and values of the first."""
-  model = build([KEEPING, READING], scan=False)
+  model = alike([KEEPING, READING], scan=False)
   first, second = (nnx.merge(nnx.graphdef(s), jax.tree.map(lambda a: a[0], nnx.state(s))).blocks[0]
                    for s in model.segments)  # fmt: skip
   context = block.Context(tables={LOCAL.mixer.rope: rope.table(LOCAL.mixer.rope, np.arange(6)[None])}, kernel='xla')
@@ -252,7 +261,7 @@ def test_a_reader_attends_to_what_was_kept():
 @pytest.mark.parametrize('pad', [0, 2])
 def test_decoding_from_kept_keys_and_values(scan, pad):
   """A full pass equals a prefill of 4 and 2 steps, also of a row padded on the left; readers have no memory."""
-  model = build(SHARED, scan=scan)
+  model = alike(SHARED, scan=scan)
   whole = jax.jit(lambda m, x, e: m(x, block.Context(), None, e)[0])(model, X[:, : 6 - pad], EACH[:, :, : 6 - pad])
   fill = lambda a, axis: jnp.pad(a, [(pad if i == axis else 0, 0) for i in range(a.ndim)], constant_values=9.0)
   x, each = fill(X[:, : 6 - pad], 1), fill(EACH[:, :, : 6 - pad], 2)
@@ -270,7 +279,7 @@ def test_decoding_from_kept_keys_and_values(scan, pad):
 
 def test_packed_rows_of_kept_keys_and_values():
   """Documents of 2 and 4 in a row equal each alone, though readers see only what was kept."""
-  model = build(SHARED, scan=True)
+  model = alike(SHARED, scan=True)
   run = jax.jit(lambda m, x, p, s, e: m(x, block.Context(p, s), None, e)[0])
   packed = run(model, X, jnp.asarray([[0, 1, 0, 1, 2, 3]] * 2), jnp.asarray([[1, 1, 2, 2, 2, 2]] * 2), EACH)
   for part in (slice(0, 2), slice(2, 6)):
@@ -279,7 +288,7 @@ def test_packed_rows_of_kept_keys_and_values():
 
 
 def test_the_number_of_a_block_is_not_trained():
-  model = build([dataclasses.replace(LOCAL, scaled=True)] * 2, scan=True)
+  model = alike([dataclasses.replace(LOCAL, scaled=True)] * 2, scan=True)
   model.segments[0].blocks[0].scale[...] = jnp.full((2, 1), 0.5)
   _, grads = gradients(model)
   scales = {k: g for k, g in grads.items() if 'scale' in k}
@@ -307,6 +316,6 @@ def test_every_layer_has_its_address():
 
 
 def test_segments_do_not_go_with_caches():
-  model = build()
+  model = alike()
   with pytest.raises(ValueError, match='negative positions'):
     model(X, block.Context(segments=jnp.ones((2, 6), jnp.int32)), model.caches(2, 6))

@@ -25,7 +25,7 @@ X = np.random.default_rng(2).standard_normal((2, T, 2, D))
 
 
 def built(spec):
-  return layer_cases.randomised(spec.build(D, nnx.Rngs(0)))
+  return layer_cases.randomised(lambda: spec.build(D, nnx.Rngs(0)))
 
 
 def ours(spec, module, tokens=TOKENS, x=X, segments=None):

@@ -52,12 +52,12 @@ def manifold_maps(module, t_max=2):
 
 @pytest.fixture(name='manifold', scope='module')
 def _manifold():
-  return layer_cases.randomised(MANIFOLD.build(D, nnx.Rngs(0)))
+  return layer_cases.randomised(lambda: MANIFOLD.build(D, nnx.Rngs(0)))
 
 
 @pytest.fixture(name='free', scope='module')
 def _free():
-  return layer_cases.randomised(hyper.Free(S, eps=EPS).build(D, nnx.Rngs(0)))
+  return layer_cases.randomised(lambda: hyper.Free(S, eps=EPS).build(D, nnx.Rngs(0)))
 
 
 def test_manifold_equals_equations_7_to_9(manifold):
@@ -86,7 +86,7 @@ def test_norm_of_each_stream_by_itself_is_far_away(manifold):
 
 def test_epsilon_of_released_models_is_small():
   """The paper's equations have none. It is seen where sums that are divided by come near it."""
-  module = layer_cases.randomised(hyper.Manifold(S, norm_eps=EPS).build(D, nnx.Rngs(0)), scale=0.2)
+  module = layer_cases.randomised(lambda: hyper.Manifold(S, norm_eps=EPS).build(D, nnx.Rngs(0)), scale=0.2)
   maps = manifold_maps(module, t_max=20)
   np.testing.assert_allclose(ours(module), theirs(maps), atol=1e-4, rtol=1e-4)
 

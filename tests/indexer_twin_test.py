@@ -116,7 +116,7 @@ TABLES = {LATENT.rope: rope.table(LATENT.rope, np.arange(14)[None])}
 def _module(request):
   """(stage, layer): the coefficient is 0.3."""
   made = indexer.Spec(J, I, 5, loss=0.3, stage=request.param)
-  return request.param, layer_cases.randomised(sparse.Spec(LATENT, made).build(9, nnx.Rngs(0)), scale=0.3)
+  return request.param, layer_cases.randomised(lambda: sparse.Spec(LATENT, made).build(9, nnx.Rngs(0)), scale=0.3)
 
 
 def test_a_layer_returns_the_mean_over_tokens(module):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 
 from flax import nnx
 import jax
@@ -11,13 +12,32 @@ import numpy as np
 from maxtext_layers import block
 
 
-def randomised(module, seed=1, scale=0.5):
-  """Every parameter random; vectors, which are norms' for the most part, around 1."""
-  graph, state = nnx.split(module)
+def randomised(build, seed=1, scale=0.5):
+  """What build() makes, every parameter random; vectors, which are norms' for the most part, around 1.
+
+  Its first values are never drawn: compiling the draws of a stack takes longer than what is then tested.
+  """
+  graph, state = nnx.split(nnx.eval_shape(build))
   leaves, tree = jax.tree.flatten(state)
   rng = np.random.default_rng(seed)
   leaves = [jnp.asarray(rng.standard_normal(a.shape) * scale + (a.ndim == 1), jnp.float32) for a in leaves]
   return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
+def alike(build, scale=0.25):
+  """A stack of build(), random as `randomised`; a layer's values are the same under every plan."""
+  model = nnx.eval_shape(build)
+  graph, state = nnx.split(model)
+  flat = nnx.to_flat_state(state)
+  for path, leaf in flat:
+    _, segment, _, position, *rest = path
+    rows = []
+    for repeat in range(leaf.shape[0]):
+      seed = f'{model.plan[segment].layer(repeat, position)} {rest}'
+      noise = np.random.default_rng(zlib.crc32(seed.encode())).standard_normal(leaf.shape[1:])
+      rows.append(noise * scale + (leaf.ndim < 3))
+    leaf.set_value(jnp.asarray(np.stack(rows), jnp.float32))
+  return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 @jax.jit
