@@ -96,7 +96,7 @@ def test_packed_rows_equal_rows_of_their_own(name):
   """B6, B7: positions that start again and segments together; (a) a change in one document leaves the other's output as
   it was, (b) so does a shift of the document in its row."""
   model = build(MIXERS[name])
-  run = jax.jit(lambda x, p, s: model(x, block.Context(p, s))[0])
+  run = layer_cases.quick(lambda x, p, s: model(x, block.Context(p, s))[0])
   count = lambda *lengths: jnp.asarray([[i for n in lengths for i in range(n)]])
   names = lambda *lengths: jnp.asarray([[d + 1 for d, n in enumerate(lengths) for _ in range(n)]])
   x = X[:1]
@@ -166,7 +166,7 @@ def test_what_stands_between_rotation_and_scores():
   position's: written out here in float64."""
   turned = dataclasses.replace(MIXERS['norm after the rotation'], chunk=5)
   for spec in (turned, MIXERS['temperature']):
-    layer = layer_cases.randomised(lambda: attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
+    layer = layer_cases.randomised(lambda spec=spec: attention.Attention(spec, 16, rngs=nnx.Rngs(0)))
     tables = {spec.rope: rope.table(spec.rope, np.arange(12)[None])} if spec.rope else {}
     w = {name: np.asarray(getattr(layer, name).w[...], np.float64) for name in 'qkvo'}
     q, k, v = (np.einsum('BTD,DNH->BNTH', np.asarray(X, np.float64), w[n]) for n in 'qkv')

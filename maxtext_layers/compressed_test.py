@@ -30,15 +30,17 @@ D, T = 10, 70  # more tokens than a block of queries
 X = np.random.default_rng(0).standard_normal((2, T, D))
 
 
-@jax.jit
-def _call(layer, x, positions, segments):
+def apply(layer, x, positions=None, segments=None):
   places = np.arange(x.shape[1])[None] if positions is None else positions
   tables = {layer.spec.rope: rope.table(layer.spec.rope, places)}
   return layer(x, block.Context(positions, segments, tables=tables))[0]
 
 
+_apply = layer_cases.quick(apply)
+
+
 def call(layer, x, positions=None, segments=None):
-  return _call(layer, jnp.asarray(x, jnp.float32), positions, segments)
+  return _apply(layer, jnp.asarray(x, jnp.float32), positions, segments)
 
 
 def turned(x, position, sign=1):
@@ -123,11 +125,11 @@ def test_packed_rows_equal_rows_of_their_own(layers, name):
 
   @functools.partial(jax.grad, has_aux=True)
   def packed(x):
-    y = call(layers[name], x, positions, segments)
+    y = apply(layers[name], x, positions, segments)
     return (y[:, :25] ** 2).sum(), y
 
-  gradient, y = jax.jit(packed)(x)
-  for y in (y, call(layers[name], x, segments=segments)):
+  gradient, whole = layer_cases.quick(packed)(x)
+  for y in (whole, call(layers[name], x, segments=segments)):
     np.testing.assert_allclose(y[:, :25], call(layers[name], X[:1, :25]), atol=5e-5)
     np.testing.assert_allclose(y[:, 25:65], call(layers[name], X[:1, 25:65]), atol=5e-5)
     assert np.isfinite(y).all()

@@ -30,13 +30,15 @@ def _layer():
   return layer_cases.randomised(lambda: delta.DeltaNet(SPEC, D, rngs=nnx.Rngs(0)))
 
 
-@functools.cache
-def _run():
-  return jax.jit(lambda layer, x, segments=None: layer(x, block.Context(segments=segments))[0])
+def apply(layer, x, segments=None):
+  return layer(x, block.Context(segments=segments))[0]
+
+
+_apply = layer_cases.quick(apply)
 
 
 def run(layer, x, segments=None):
-  return np.asarray(_run()(layer, x, segments))
+  return np.asarray(_apply(layer, x, segments))
 
 
 def recurrence(q, k, v, alpha, beta):
@@ -99,12 +101,13 @@ def stepwise(q, k, v, decay, beta, state):
   return jnp.moveaxis(o, 0, 3), state
 
 
+stepped = layer_cases.quick(stepwise)
 STATE = jnp.asarray(RNG.standard_normal((2, G, R, H, W), np.float32))
 
 
 def test_one_step_is_the_equation():
   q, k, v, decay, beta = (np.asarray(a, np.float64) for a in inputs(40, rows=2))
-  o, state = stepwise(*inputs(40, rows=2), jnp.zeros((2, G, R, H, W)))
+  o, state = stepped(*inputs(40, rows=2), jnp.zeros((2, G, R, H, W)))
   for b, g, r in ((0, 0, 0), (1, 1, 2)):
     expected, s = recurrence(q[b, g], k[b, g], v[b, g, r], np.exp(decay[b, g, r]), beta[b, g, r])
     np.testing.assert_allclose(o[b, g, r], expected, atol=1e-5)
@@ -114,8 +117,8 @@ def test_one_step_is_the_equation():
 @pytest.mark.parametrize('length, chunk', [(1, 64), (5, 64), (64, 64), (65, 64), (150, 64), (150, 16), (33, 7)])
 def test_chunks_equal_steps(length, chunk):
   """Lengths at and around the borders of chunks, with a state that went before."""
-  got = jax.jit(delta.chunked, static_argnames='chunk')(*inputs(length), STATE, chunk=chunk)
-  for a, b in zip(got, stepwise(*inputs(length), STATE), strict=True):
+  got = layer_cases.quick(delta.chunked, static_argnames='chunk')(*inputs(length), STATE, chunk=chunk)
+  for a, b in zip(got, stepped(*inputs(length), STATE), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -138,7 +141,8 @@ def test_gradients_equal_those_of_the_steps(hard):
 
   arguments = (q, k, v, decay, beta, STATE)
   ours, theirs = (
-    jax.jit(jax.grad(functools.partial(loss, form), range(6)))(*arguments) for form in (delta.chunked, stepwise)
+    layer_cases.quick(jax.grad(functools.partial(loss, form), range(6)))(*arguments)
+    for form in (delta.chunked, stepwise)
   )
   for a, b in zip(ours, theirs, strict=True):
     assert np.isfinite(a).all()
@@ -167,14 +171,14 @@ def test_documents_of_a_packed_row_are_alone(layer):
 
 def test_gradients_of_packed_rows_stay_in_their_document(layer):
   """Finite everywhere, and nothing of a document's loss reaches another or padding."""
-  grad = jax.jit(jax.grad(lambda x, keep: (_run()(layer, x, SEGMENTS) * keep[..., None]).sum()))
+  grad = layer_cases.quick(jax.grad(lambda x, keep: (apply(layer, x, SEGMENTS) * keep[..., None]).sum()))
   for index in (1, 2, 4):
     g = np.asarray(grad(X[:1], jnp.asarray(SEGMENTS == index, jnp.float32)))
     assert np.isfinite(g).all() and (g[SEGMENTS != index] == 0).all() and np.abs(g[SEGMENTS == index]).min() > 0
 
 
 def test_gradients_of_the_layer_are_finite_where_rows_are_padding(layer):
-  g = jax.jit(jax.grad(lambda layer: (_run()(layer, X, np.zeros((2, 150), np.int32)) ** 2).sum()))(layer)
+  g = layer_cases.quick(jax.grad(lambda layer: (apply(layer, X, np.zeros((2, 150), np.int32)) ** 2).sum()))(layer)
   assert all(np.isfinite(a).all() for a in jax.tree.leaves(g))
 
 
@@ -211,10 +215,10 @@ def _model():
   return layer_cases.randomised(lambda: stack.Stack(blocks * 2, D, rngs=nnx.Rngs(0), scan=True))
 
 
-forward = jax.jit(
+forward = layer_cases.quick(
   lambda model, x, caches=None, start=0, positions=None: model(x, block.Context(positions, start=start), caches)[:2]
 )
-prefill = jax.jit(lambda model, x, caches, positions=None: model(x, block.Context(positions), caches)[:2])
+prefill = layer_cases.quick(lambda model, x, caches, positions=None: model(x, block.Context(positions), caches)[:2])
 
 
 def test_the_plan_is_one_segment(model):

@@ -3,7 +3,6 @@
 import dataclasses
 
 from flax import nnx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,7 +92,7 @@ def twin(layer, x, tokens):
   return y
 
 
-@jax.jit
+@layer_cases.quick
 def _call(layer, x, tokens, segments):
   return layer(x, block.Context(tokens=tokens, segments=segments))[0]
 
@@ -104,7 +103,9 @@ def call(layer, x, tokens, segments=None):
 
 @pytest.fixture(name='layers', scope='module')
 def _layers():
-  return {spec: layer_cases.randomised(lambda spec=spec: spec.build(D, nnx.Rngs(0)), scale=0.7) for spec in (SPEC, STREAMS)}
+  return {
+    spec: layer_cases.randomised(lambda spec=spec: spec.build(D, nnx.Rngs(0)), scale=0.7) for spec in (SPEC, STREAMS)
+  }
 
 
 def of(spec, x):
@@ -125,7 +126,9 @@ def test_packed_rows_equal_rows_of_their_own(layers, spec):
   y = call(layer, x, TOKENS[:1], segments=jnp.asarray([[1] * 7 + [2] * 8 + [0] * 2]))
   np.testing.assert_allclose(y[:, :7], call(layer, x[:, :7], TOKENS[:1, :7]), atol=1e-5)
   np.testing.assert_allclose(y[:, 7:15], call(layer, x[:, 7:15], TOKENS[:1, 7:15]), atol=1e-5)
-  np.testing.assert_allclose(call(layer, x[:, :8], TOKENS[:1, :8])[:, :7], call(layer, x[:, :7], TOKENS[:1, :7]), atol=1e-5)
+  np.testing.assert_allclose(
+    call(layer, x[:, :8], TOKENS[:1, :8])[:, :7], call(layer, x[:, :7], TOKENS[:1, :7]), atol=1e-5
+  )
 
 
 def test_it_begins_without_convolution_and_with_half_open_gates():
@@ -152,12 +155,12 @@ def _model():
 INPUT = jnp.asarray(X[:, :, 0], jnp.float32)
 
 
-@jax.jit
+@layer_cases.quick
 def run(model, x, tokens, caches=None, start=0, positions=None):
   return model(x, block.Context(positions, start=start, tokens=tokens), caches)[:2]
 
 
-@jax.jit
+@layer_cases.quick
 def prefill(model, x, tokens, positions=None):
   return model(x, block.Context(positions, tokens=tokens), model.caches(2, 20))[:2]
 

@@ -60,7 +60,7 @@ def manifold_twin(w, h):
 def test_connection_equals_the_equations(spec, twin):
   module = layer_cases.randomised(lambda: spec.build(D, nnx.Rngs(0)))
 
-  @jax.jit
+  @layer_cases.quick
   def run(x, y):
     h, add = module(x)
     return h, add(y)
@@ -106,7 +106,7 @@ def build(streams, scan=True, layers=4):
 INPUT = jnp.asarray(RNG.standard_normal((2, 9, 6)), jnp.float32)
 
 
-@jax.jit
+@layer_cases.quick
 def run(model, x, caches=None, start=0):
   return model(x, block.Context(start=start), caches)[:2]
 

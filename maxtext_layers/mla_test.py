@@ -70,7 +70,7 @@ def test_the_equations_of_the_paper(name):
   spec = MIXERS[name]
   module = layer_cases.randomised(lambda: spec.build(D, nnx.Rngs(0)))
   context = block.Context(tables={spec.rope: rope.table(spec.rope, np.arange(12)[None])}, kernel='chunked')
-  y, _, aux = jax.jit(lambda module, x: module(x, context))(module, X)
+  y, _, aux = layer_cases.quick(lambda module, x: module(x, context))(module, X)
   assert not aux
   np.testing.assert_allclose(y, [twin(module, np.asarray(row, np.float64)) for row in X], atol=1e-5)
 
@@ -112,14 +112,13 @@ def test_packed_documents_do_not_see_each_other():
   segments = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3] * 2)
   positions = jnp.asarray([[*range(5), *range(4), *range(3)]] * 2)
 
-  @jax.jit
   def packed(model, x):
     return model(x, block.Context(positions, segments))[0]
 
-  y = packed(model, X)
+  y = layer_cases.quick(packed)(model, X)
   np.testing.assert_allclose(y[:, :5], layer_cases.whole(model, X[:, :5]), atol=2e-5)
   np.testing.assert_allclose(y[:, 5:9], layer_cases.whole(model, X[:, 5:9]), atol=2e-5)
-  gradients = jax.jit(jax.grad(lambda x: (packed(model, x) ** 2).sum()))(X)
+  gradients = layer_cases.quick(jax.grad(lambda x: (packed(model, x) ** 2).sum()))(X)
   assert np.isfinite(y).all() and np.isfinite(gradients).all()
 
 
@@ -134,6 +133,6 @@ def test_chunked_and_whole_agree_with_values_of_another_size():
   rng = np.random.default_rng(3)
   q, k, v = (jnp.asarray(rng.standard_normal((2, n, 200, h), np.float32)) for n, h in ((4, 8), (2, 8), (2, 5)))
   shape = attend.Shape(0.4, window=70)
-  y = jax.jit(attend.chunked, static_argnums=3)(q, k, v, shape)
+  y = layer_cases.quick(attend.chunked, static_argnums=3)(q, k, v, shape)
   assert y.shape == (2, 4, 200, 5)
   np.testing.assert_allclose(y, attend.xla(q, k, v, shape), atol=1e-5)

@@ -93,7 +93,7 @@ def min_max(a, low, high):
   return np.minimum(a if low is None else np.maximum(a, low), high)
 
 
-@functools.partial(jax.jit, static_argnames=('graph', 'platform'))
+@functools.partial(layer_cases.quick, static_argnames=('graph', 'platform'))
 def both(graph, state, x, picks, weights, platform=None):
   """(y, gradients with respect to parameters, x and weights) of a loss that weighs all outputs differently."""
 
@@ -209,7 +209,7 @@ def test_losses_and_loads_leave_the_stack():
     graph, state = nnx.split(model)
     segments = jnp.asarray(np.repeat([[1, 2, 0]], B, 0).repeat(3, 1))
 
-    @jax.jit
+    @layer_cases.quick
     @functools.partial(jax.grad, has_aux=True)
     def run(state, graph=graph, segments=segments):
       _, _, aux = nnx.merge(graph, state)(X, block.Context(segments=segments))

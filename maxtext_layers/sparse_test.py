@@ -42,16 +42,18 @@ def of_stage(layer, spec):
   return other
 
 
-@jax.jit
-def _call(layer, x, positions, segments):
+def apply(layer, x, positions=None, segments=None):
   places = np.arange(x.shape[1])[None] if positions is None else positions
   tables = {LATENT.rope: rope.table(LATENT.rope, places)}
   y, _, aux = layer(x, block.Context(positions, segments, tables=tables, kernel='xla'))
   return y, aux
 
 
+_apply = layer_cases.quick(apply)
+
+
 def call(layer, x, positions=None, segments=None):
-  return _call(layer, jnp.asarray(x, jnp.float32), positions, segments)
+  return _apply(layer, jnp.asarray(x, jnp.float32), positions, segments)
 
 
 def turned(x, positions):
@@ -117,10 +119,10 @@ def test_the_two_losses_reach_parameters_of_their_own(layer, spec):
   x = jnp.asarray(X[:1, :12], jnp.float32)
 
   def losses(state, x):
-    y, aux = call(nnx.merge(graph, state), x)
+    y, aux = apply(nnx.merge(graph, state), x)
     return (y**2).sum(), aux['indexer_loss']
 
-  pull = jax.jit(lambda s, x, by: jax.vjp(losses, s, x)[1](by))
+  pull = layer_cases.quick(lambda s, x, by: jax.vjp(losses, s, x)[1](by))
   by_tokens, _ = pull(state, x, (jnp.float32(1), jnp.float32(0)))
   by_index, by_x = pull(state, x, (jnp.float32(0), jnp.float32(1)))
   assert not by_x.any()

@@ -52,7 +52,7 @@ def weights(model):
 def gradients(model, key=None, x=X):
   graph, state = nnx.split(model)
 
-  @jax.jit
+  @layer_cases.quick
   def run(state, key):
     context = block.Context(dropout=key, rate=0.25)
     loss = lambda state: (nnx.merge(graph, state)(x, context)[0] ** 2).mean()
@@ -189,7 +189,7 @@ def test_auxiliary_values_are_summed_over_layers():
 
   spec = dataclasses.replace(LOCAL, ffn=Counting())
   for scan in (True, False):
-    _, _, aux = jax.jit(lambda m, x: m(x, block.Context()))(alike([spec] * 3 + [LOCAL], scan=scan), X)
+    _, _, aux = layer_cases.quick(lambda m, x: m(x, block.Context()))(alike([spec] * 3 + [LOCAL], scan=scan), X)
     assert aux['load'].tolist() == [3.0, 3.0, 3.0] and aux['loss'] == 1.5
 
 
@@ -208,7 +208,7 @@ def with_inputs(key=None, **options):
   model = alike(SHARED, **options)
   graph, state = nnx.split(model)
 
-  @jax.jit
+  @layer_cases.quick
   def run(state, x, each, key):
     loss = lambda *a: (nnx.merge(graph, a[0])(a[1], block.Context(dropout=key, rate=0.25), None, a[2])[0] ** 2).mean()
     return jax.value_and_grad(loss, (0, 1, 2))(state, x, each)
@@ -262,14 +262,16 @@ def test_a_reader_attends_to_what_was_kept():
 def test_decoding_from_kept_keys_and_values(scan, pad):
   """A full pass equals a prefill of 4 and 2 steps, also of a row padded on the left; readers have no memory."""
   model = alike(SHARED, scan=scan)
-  whole = jax.jit(lambda m, x, e: m(x, block.Context(), None, e)[0])(model, X[:, : 6 - pad], EACH[:, :, : 6 - pad])
+  whole = layer_cases.quick(lambda m, x, e: m(x, block.Context(), None, e)[0])(
+    model, X[:, : 6 - pad], EACH[:, :, : 6 - pad]
+  )
   fill = lambda a, axis: jnp.pad(a, [(pad if i == axis else 0, 0) for i in range(a.ndim)], constant_values=9.0)
   x, each = fill(X[:, : 6 - pad], 1), fill(EACH[:, :, : 6 - pad], 2)
   places = lambda begin, end: jnp.broadcast_to(jnp.arange(begin, end) - pad, (2, end - begin)) if pad else None
-  y, caches = jax.jit(lambda m, x, e, p: m(x, block.Context(p), m.caches(2, 8), e)[:2])(
+  y, caches = layer_cases.quick(lambda m, x, e, p: m(x, block.Context(p), m.caches(2, 8), e)[:2])(
     model, x[:, :4], each[:, :, :4], places(0, 4)
   )
-  step = jax.jit(lambda m, x, e, p, c, t: m(x, block.Context(p, start=t), c, e)[:2])
+  step = layer_cases.quick(lambda m, x, e, p, c, t: m(x, block.Context(p, start=t), c, e)[:2])
   parts = [y]
   for t in (4, 5):
     y, caches = step(model, x[:, t : t + 1], each[:, :, t : t + 1], places(t, t + 1), caches, jnp.int32(t))
@@ -280,7 +282,7 @@ def test_decoding_from_kept_keys_and_values(scan, pad):
 def test_packed_rows_of_kept_keys_and_values():
   """Documents of 2 and 4 in a row equal each alone, though readers see only what was kept."""
   model = alike(SHARED, scan=True)
-  run = jax.jit(lambda m, x, p, s, e: m(x, block.Context(p, s), None, e)[0])
+  run = layer_cases.quick(lambda m, x, p, s, e: m(x, block.Context(p, s), None, e)[0])
   packed = run(model, X, jnp.asarray([[0, 1, 0, 1, 2, 3]] * 2), jnp.asarray([[1, 1, 2, 2, 2, 2]] * 2), EACH)
   for part in (slice(0, 2), slice(2, 6)):
     alone = run(model, X[:, part], None, None, EACH[:, :, part])

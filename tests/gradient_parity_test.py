@@ -4,12 +4,13 @@ import functools
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 import safetensors.numpy
 
 from maxtext_models import checkpoint
 from maxtext_models import hf
+from tests import wrong
 from tests.golden import golden
 
 
@@ -25,7 +26,7 @@ def loss_of(model, tokens):
   return model.losses(x, tokens[:, 1:]).mean()
 
 
-@functools.partial(jax.jit, static_argnames='graph')
+@functools.partial(jax.jit, static_argnames='graph', compiler_options=wrong.QUICK)
 def first_step(graph, state, tokens):
   return jax.value_and_grad(lambda s: loss_of(nnx.merge(graph, s), tokens), allow_int=True)(state)
 
@@ -52,9 +53,10 @@ def test_first_loss_and_gradient_norm_equal_transformers(folder, case):
   reference = golden.reference(case)
   graph, state = nnx.split(checkpoint.load(folder(case))[1])
   loss, gradients = first_step(graph, state, reference.tokens)
-  norms = [jnp.square(g).sum() for g in jax.tree.leaves(gradients) if g.dtype != jax.dtypes.float0]  # no table of ids
+  moved = [g for g in jax.tree.leaves(gradients) if g.dtype != jax.dtypes.float0]  # no table of ids
+  norms = [np.square(np.asarray(g, np.float64)).sum() for g in moved]
   assert float(loss) == pytest.approx(reference.loss, rel=1e-5)
-  assert float(jnp.sqrt(sum(norms))) == pytest.approx(reference.gradient_norm, rel=1e-4)
+  assert np.sqrt(sum(norms)) == pytest.approx(reference.gradient_norm, rel=1e-4)
 
 
 def test_export_after_an_update_has_the_tensors_of_the_source(folder, tmp_path):

@@ -11,6 +11,9 @@ import numpy as np
 
 from maxtext_layers import block
 
+# A program that runs once need not be fast: LLVM's passes are most of the time that it takes to compile.
+quick = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+
 
 def randomised(build, seed=1, scale=0.5):
   """What build() makes, every parameter random; vectors, which are norms' for the most part, around 1.
@@ -40,13 +43,13 @@ def alike(build, scale=0.25):
   return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-@jax.jit
+@quick
 def run(model, x, caches=None, start=0, positions=None):
   """A stack on x [B, T, D] -> (y, caches)."""
   return model(x, block.Context(positions, start=start), caches)[:2]
 
 
-@functools.partial(jax.jit, static_argnames='length')
+@functools.partial(quick, static_argnames='length')
 def prefill(model, x, length, positions=None):
   """The same with new memory for `length` tokens, at the number 0, which a layer sees and takes for a fresh start."""
   return model(x, block.Context(positions), model.caches(x.shape[0], length))[:2]
