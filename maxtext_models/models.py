@@ -18,6 +18,8 @@ def main(args):
 
   if _NAME.value:
     _show(registry.card(_NAME.value))
+    if line := registry.remark(_NAME.value):
+      print(f'\n{line}')
     return
   print(f'{"name":<32} {"family":<10} {"parameters":>18} {"active":>16} {"layers":>6} {"d_model":>8} {"context":>8}')
   for name in registry.names():

@@ -35,6 +35,14 @@ def test_one_model_with_experts(run):
     assert words in out
 
 
+def test_the_text_part_of_more_says_so(run):
+  _, out, _ = run('--name=qwen3-vl-2b')
+  assert out.endswith(
+    'qwen3-vl-2b: the text model, qwen3-vl-2b; its towers for images, video and sound are not part of it\n'
+  )
+  assert 'text model' not in run('--name=qwen3-1.7b')[1]
+
+
 def test_an_unknown_name_gets_the_nearest(run):
   code, out, err = run('--name=smollm2-135')
   assert code == 2 and not out

@@ -47,6 +47,8 @@ PUBLISHED = {
   'qwen3-14b-base': (14768307200, 40, 5120, 17408, 40, 8, 128, 151936, False, *QWEN3, 32768),
   'qwen3-4b-thinking-2507': (4022468096, 36, 2560, 9728, 32, 8, 128, 151936, True, 1e-6, 5000000.0, 262144),
   'qwen3-4b-instruct-2507': (4022468096, 36, 2560, 9728, 32, 8, 128, 151936, True, 1e-6, 5000000.0, 262144),
+  'qwen3-vl-2b': (1720574976, 28, 2048, 6144, 16, 8, 128, 151936, True, 1e-6, 5000000.0, 262144),
+  'qwen3-vl-4b': (4022468096, 36, 2560, 9728, 32, 8, 128, 151936, True, 1e-6, 5000000.0, 262144),
   'qwen2.5-0.5b': (494032768, 24, 896, 4864, 14, 2, 64, 151936, True, *QWEN3, 32768),
   'qwen2.5-1.5b': (1543714304, 28, 1536, 8960, 12, 2, 128, 151936, True, *QWEN3, 131072),
   'qwen2.5-3b': (3085938688, 36, 2048, 11008, 16, 2, 128, 151936, True, *QWEN3, 32768),
@@ -92,6 +94,8 @@ MIXTURES = {
   'qwen3-30b-a3b-thinking-2507': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 1e7, 262144),
   'qwen3-30b-a3b-instruct-2507': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 1e7, 262144),
   'qwen3-coder-30b-a3b': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 1e7, 262144),
+  'qwen3-vl-30b-a3b': (30.5, 3.3, *QWEN3_30B, 128, 151936, 128, 8, 1e-6, 5e6, 262144),
+  'qwen3-omni-30b-a3b': (30.5, 3.3, *QWEN3_30B, 128, 152064, 128, 8, *QWEN3, 65536),
   'qwen3-235b-a22b': (235, 22, *QWEN3_235B, 128, 151936, 128, 8, *QWEN3, 40960),
   'qwen3-235b-a22b-thinking-2507': (235, 22, *QWEN3_235B, 128, 151936, 128, 8, 1e-6, 5e6, 262144),
   'qwen3-235b-a22b-instruct-2507': (235, 22, *QWEN3_235B, 128, 151936, 128, 8, 1e-6, 5e6, 262144),
@@ -522,3 +526,60 @@ def test_a_card_is_the_callers_own():
 def test_an_unknown_name_gets_the_nearest():
   with pytest.raises(config.Error, match=r"unknown model 'qwen3-0.6'; did you mean 'qwen3-0.6b'"):
     registry.card('qwen3-0.6')
+
+
+# The names of the public MaxText (src/maxtext/configs/models at commit e591f30): ours of the same name, or another.
+SAME = """
+  deepseek2-16b deepseek2-236b deepseek3-671b envy-switch-base envy-switch-large envy-switch-xxl gemma-2b gemma-7b
+  gemma2-27b gemma2-2b gemma2-9b gemma3-12b gemma3-27b gemma3-4b gemma4-26b gemma4-31b gemma4-e2b gemma4-e4b
+  gpt-oss-120b gpt-oss-20b gpt3-175b gpt3-22b gpt3-52k gpt3-6b kimi-k2-1t llama2-13b llama2-70b llama2-7b llama3-70b
+  llama3-8b llama3.1-405b llama3.1-70b llama3.1-8b llama3.3-70b llama4-17b-128e llama4-17b-16e mixtral-8x22b
+  mixtral-8x7b olmo3-32b olmo3-7b-pt olmo3-7b qwen2.5-1.5b qwen2.5-14b qwen2.5-7b qwen3-0.6b qwen3-1.7b-base qwen3-1.7b
+  qwen3-14b-base
+  qwen3-14b qwen3-235b-a22b qwen3-30b-a3b-base qwen3-30b-a3b qwen3-32b qwen3-4b-base qwen3-4b-thinking-2507 qwen3-4b
+  qwen3-8b-base qwen3-8b qwen3-next-80b-a3b qwen3-omni-30b-a3b qwen3-vl-2b qwen3-vl-30b-a3b qwen3-vl-4b qwen3.5-35b-a3b
+  qwen3.5-397b-a17b
+""".split()
+OTHER = {
+  'deepseek3-671b-2dfsdp': 'deepseek3-671b',
+  'deepseek3-671b-batchsplit': 'deepseek3-671b',
+  'llama3-405b': 'llama3.1-405b',
+  'mistral-7b': 'mistral-7b-v0.1',
+  'qwen3-480b-a35b': 'qwen3-coder-480b-a35b',
+}
+TRIALS = {
+  'deepseek-custom': 'deepseek2-16b',
+  'deepseek3-test': 'deepseek3-671b',
+  'deepseek3-tiny': 'deepseek3-671b',
+  'deepseek4-tiny': 'deepseek2-16b',  # until what stands below is there
+  'envy-test': 'envy-switch-base',
+  'qwen3-custom-30b-a3b': 'qwen3-30b-a3b',
+}
+NOT_YET = ('deepseek3.2-671b', 'deepseek4-284b')
+
+
+def test_every_name_of_the_public_system_is_known_or_refused():
+  """Under its name or as an alias; sizes for trials with the nearest name. A name that is not there yet is listed."""
+  assert len({*SAME, *OTHER, *TRIALS, *NOT_YET}) == 78
+  for name in SAME:
+    assert registry.card(name).name == name
+  for name, ours in OTHER.items():
+    assert registry.card(name).name == ours
+  for name, near in TRIALS.items():
+    with pytest.raises(config.Error, match=f"model '{name}' is a size for trials, .* the nearest is '{near}'"):
+      registry.card(name)
+  for name in NOT_YET:
+    with pytest.raises(config.Error, match='unknown model'):
+      registry.card(name)
+
+
+def test_text_parts_say_so():
+  """By hand: what takes images, video or sound beside text, in the public system and on our shelf."""
+  whole = [name for name in registry.names() if registry.remark(name)]
+  assert set(whole) == {
+    'gemma3-4b', 'gemma3-12b', 'gemma3-27b', 'gemma4-e2b', 'gemma4-e4b', 'gemma4-26b', 'gemma4-31b', 'kimi-k2.5-1t',
+    'kimi-k2.6-1t', 'qwen3-vl-2b', 'qwen3-vl-4b', 'qwen3-vl-30b-a3b', 'qwen3-omni-30b-a3b',
+    *(name for name in registry.names() if name.startswith(('llama4-', 'qwen3.5-'))),
+  }  # fmt: skip
+  line = registry.remark('Qwen/Qwen3-VL-4B-Instruct')
+  assert line.startswith('Qwen/Qwen3-VL-4B-Instruct: the text model, qwen3-vl-4b;') and '\n' not in line

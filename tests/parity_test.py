@@ -20,7 +20,7 @@ from maxtext_models import scoring
 from tests import wrong
 from tests.golden import golden
 
-TOLERANCE = 1e-4
+TOLERANCE = golden.TOLERANCE
 ONE_OF_EACH = tuple({weights: case for case, weights in reversed(golden.WEIGHTS.items())}.values())  # set of weights
 
 

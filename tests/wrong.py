@@ -18,7 +18,7 @@ from maxtext_models import hf
 from maxtext_models import scoring
 from tests.golden import golden
 
-TOLERANCE = 1e-4
+TOLERANCE = golden.TOLERANCE
 SEEN = 100 * TOLERANCE
 QUICK = {'xla_backend_optimization_level': 0}  # compiles in 0.6 of the time, for what runs once
 

@@ -118,4 +118,5 @@ CARDS = {
   'gemma3-12b': _card('gemma-3-12b-pt', 48, 3840, 15360, 16),
   'gemma3-27b': _card('gemma-3-27b-pt', 62, 5376, 21504, 32, head_dim=128, query_scalar=168),
 }
+TEXT_PARTS = ('gemma3-4b', 'gemma3-12b', 'gemma3-27b')
 ALIASES = {f'gemma-3-{name.partition("-")[2]}-it': name for name in CARDS}

@@ -283,6 +283,7 @@ CARDS = {
   ),
   'gemma4-31b': _card('gemma-4-31B', 60, 5376, 21504, 32, 16, **_LARGE, full_kv_heads=4),
 }
+TEXT_PARTS = tuple(CARDS)
 ALIASES = {
   **{f'{c.source.rsplit("/", 1)[-1].lower()}-it': name for name, c in CARDS.items()},
   'gemma4-26b-a4b': 'gemma4-26b',

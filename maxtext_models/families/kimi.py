@@ -32,4 +32,5 @@ CARDS = {
   'kimi-k2.5-1t': _card('Kimi-K2.5', beta_fast=32.0),
   'kimi-k2.6-1t': _card('Kimi-K2.6', beta_fast=32.0),
 }
+TEXT_PARTS = ('kimi-k2.5-1t', 'kimi-k2.6-1t')
 ALIASES = {'kimi-k2-base': 'kimi-k2-1t'}

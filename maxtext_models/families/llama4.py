@@ -213,6 +213,7 @@ CARDS = {
   'llama4-17b-128e': _card('Llama-4-Maverick-17B-128E', context=262144, **_MAVERICK),
   'llama4-17b-128e-instruct': _card('Llama-4-Maverick-17B-128E-Instruct', context=1048576, **_MAVERICK),
 }
+TEXT_PARTS = tuple(CARDS)
 ALIASES = {
   'llama4-scout': 'llama4-17b-16e',
   'llama4-maverick': 'llama4-17b-128e',

@@ -154,4 +154,5 @@ CARDS = {
   'qwen3.5-122b-a10b': _moe('122B-A10B', 48, 3072, 32, 64, experts=256, top_k=8, d_expert=1024),
   'qwen3.5-397b-a17b': _moe('397B-A17B', 60, 4096, 32, 64, experts=512, top_k=10, d_expert=1024),
 }
+TEXT_PARTS = tuple(CARDS)
 ALIASES: dict[str, str] = {}

@@ -107,10 +107,10 @@ ROWS = [
 
 
 def _card(page, numbers, *, context=40960, theta=1000000.0, **changed):
+  shared = dict(head_dim=128, vocab=151936, eps=1e-6, top_k=8, balance_loss=0.001)
   return Qwen3Moe(
-    source=f'https://huggingface.co/Qwen/{page}', head_dim=128, vocab=151936, context=context, eps=1e-6, theta=theta,
-    top_k=8, balance_loss=0.001, **numbers | changed,
-  )  # fmt: skip
+    source=f'https://huggingface.co/Qwen/{page}', context=context, theta=theta, **shared | numbers | changed
+  )
 
 
 _30B = dict(layers=48, d_model=2048, d_ff=6144, d_expert=768, heads=32, kv_heads=4, experts=128)
@@ -128,7 +128,10 @@ CARDS = {
   'qwen3-235b-a22b-instruct-2507': _card('Qwen3-235B-A22B-Instruct-2507', _235B, **_LONG_235B),
   'qwen3-coder-30b-a3b': _card('Qwen3-Coder-30B-A3B-Instruct', _30B, d_ff=5472, **_LONG),
   'qwen3-coder-480b-a35b': _card('Qwen3-Coder-480B-A35B-Instruct', _480B, **_LONG),
+  'qwen3-vl-30b-a3b': _card('Qwen3-VL-30B-A3B-Instruct', _30B, **_LONG_235B),
+  'qwen3-omni-30b-a3b': _card('Qwen3-Omni-30B-A3B-Instruct', _30B, context=65536, vocab=152064),
 }
+TEXT_PARTS = ('qwen3-vl-30b-a3b', 'qwen3-omni-30b-a3b')
 ALIASES = {
   'qwen3-480b-a35b': 'qwen3-coder-480b-a35b',
   'qwen3-coder-30b-a3b-instruct': 'qwen3-coder-30b-a3b',

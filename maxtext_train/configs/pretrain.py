@@ -8,6 +8,8 @@ Without it the corpus is the standard library's sources, as bytes, which every v
 the model is that of `--config.init_from=DIR`.
 """
 
+import sys
+
 from maxtext_layers import stack
 from maxtext_models import registry
 from maxtext_train import evaluate
@@ -21,6 +23,8 @@ _LENGTH = 2048
 def get_config(model=None):
   """The run of a named model; runs/MODEL is its directory."""
   card = registry.card(model) if model else None
+  if model and (remark := registry.remark(model)):
+    print(remark, file=sys.stderr)
   deep = card is None or card.layers > stack.DEEP
   return run.Pretrain(
     name=card.name if card else 'pretrain',

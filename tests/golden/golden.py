@@ -52,6 +52,8 @@ WEIGHTS = {  # case -> file of weights; see make_goldens.py
   'deepseek4': 'deepseek4',
 }
 CASES = tuple(WEIGHTS)
+TOLERANCE = 1e-4  # of a logit, in float32, at every position of every case: parity_test.py
+TWINS = {'envy': 'envy_twin_test', 'gpt3': 'gpt3_twin_test'}  # family -> its test against equations in NumPy
 MAXTEXT = (  # cases of make_maxtext_goldens.py
   'llama',
   'llama_halves',
