@@ -28,8 +28,7 @@ class Gemma(card.Card):
 
   def check(self):
     card.Card.check(self)
-    if not isinstance(self.theta, float) or not self.theta > 0:
-      raise config.Error(f'theta={self.theta!r} is not positive')
+    rope.Spec(self.head_dim, self.theta, self.scaling)  # refuses what is no base
 
   def embed_scale(self):
     return self.d_model**0.5

@@ -30,8 +30,6 @@ class GptOss(card.Mixture):
   alpha: float = 1.702
 
   def check(self):
-    if not isinstance(self.theta, float) or not self.theta > 0:
-      raise config.Error(f'theta={self.theta!r} is not positive')
     if self.window < 1:
       raise config.Error(f'window={self.window} is not positive')
     if self.d_ff != self.d_expert:

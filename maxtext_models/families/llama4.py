@@ -15,6 +15,7 @@ from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import card
 from maxtext_models.families import llama
+from maxtext_models.families import mixtral
 
 MODEL_TYPE = 'llama4_text'
 ARCHITECTURE = 'Llama4ForCausalLM'
@@ -32,7 +33,6 @@ class Llama4(card.Mixture):
   """Numbers of a Llama 4. d_ff is that of layers without experts, d_expert also that of the shared expert."""
 
   top_k: int = 1
-  balance_loss: float = 0.0
   routed_every: int = 1  # every so manyth layer has experts
   whole_every: int = 4  # every so manyth layer sees beyond its chunk, and does not turn
   chunk: int | None = 8192
@@ -47,8 +47,6 @@ class Llama4(card.Mixture):
       value = getattr(self, name)
       if value is not None and value < 1:
         raise config.Error(f'{name}={value} is not positive')
-    if not isinstance(self.theta, float) or not self.theta > 0:
-      raise config.Error(f'theta={self.theta!r} is not positive')
     card.Mixture.check(self)
 
   def blocks(self):
@@ -99,6 +97,7 @@ class Llama4(card.Mixture):
       'num_experts_per_tok': self.top_k,
       'interleave_moe_layer_step': self.routed_every,
       'moe_layers': _routed(self.layers, self.routed_every),
+      'router_aux_loss_coef': self.balance_loss,
       'no_rope_layer_interval': self.whole_every,
       'no_rope_layers': turns,
       'layer_types': _kinds(turns, self.chunk),
@@ -144,6 +143,7 @@ def from_hf(source):
     experts=fields.need('num_local_experts', int),
     top_k=fields.get('num_experts_per_tok', 1, int),
     routed_every=_every('moe_layers', routed, layers, _routed, fields.get('interleave_moe_layer_step', 1, int)),
+    balance_loss=mixtral.coefficient(fields),
     whole_every=whole_every,
     chunk=chunk,
     qk_norm=fields.get('use_qk_norm', True, bool),
