@@ -444,7 +444,8 @@ def describe(directory) -> dict:
     k: getattr(card, k) for k in ('layers', 'd_model', 'heads', 'kv_heads', 'head_dim', 'vocab', 'context', 'tied')
   }
   tokenizer = tokenizer_files(directory)
-  return {**result, 'name': card.name, 'parameters': card.parameters(), **numbers, 'tokenizer': tokenizer or 'none'}
+  name = {'name': card.name} if card.name else {}  # a config.json has none
+  return {**result, **name, 'parameters': card.parameters(), **numbers, 'tokenizer': tokenizer or 'none'}
 
 
 def _dtype(name):

@@ -214,6 +214,14 @@ def test_many_files_with_an_index(make, tmp_path):
       lambda d: write_index(d, {GATE: 'model-00001-of-00001.safetensors'}),
       'holds both model.safetensors and model.safetensors.index.json',
     ),
+    (
+      lambda d: write_index(d, {GATE: 'model.safetensors', 'model.x.weight': 'model.safetensors'}),
+      'model.safetensors has no tensor model.x.weight, though the index says so',
+    ),
+    (
+      lambda d: (os.remove(f'{d}/model.safetensors'), os.mkdir(f'{d}/model.safetensors')),
+      'model.safetensors is a folder, not a safetensors file',
+    ),
   ],
 )
 def test_damage_is_one_line_with_the_file(make, spoil, said):

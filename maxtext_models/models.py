@@ -16,7 +16,7 @@ def main(args):
   del args
   from maxtext_models import registry
 
-  if _NAME.value:
+  if _NAME.value is not None:
     _show(registry.card(_NAME.value))
     if line := registry.remark(_NAME.value):
       print(f'\n{line}')
@@ -68,7 +68,7 @@ def _show(card):
 
 def cli():
   """The console script."""
-  program.run(main)
+  program.run(main, computes=False)
 
 
 if __name__ == '__main__':

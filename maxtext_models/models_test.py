@@ -35,6 +35,11 @@ def test_one_model_with_experts(run):
     assert words in out
 
 
+def test_an_empty_name_is_a_wrong_one(run):
+  code, out, err = run('--name=')
+  assert code == 2 and not out and err.startswith("error: unknown model ''; known: llama2-7b, ")
+
+
 def test_the_text_part_of_more_says_so(run):
   _, out, _ = run('--name=qwen3-vl-2b')
   assert out.endswith(

@@ -48,6 +48,7 @@ def run(
   config: str | None = None,
   resolve: Callable[[str], str | None] | None = None,
   positional: bool = False,
+  computes: bool = True,
 ) -> NoReturn:
   """Runs a program and ends the process (SystemExit): 0 done, 2 bad flag, config or input, 1 anything else.
 
@@ -62,8 +63,10 @@ def run(
     config: the `--config` to take when the user names none. None: the program has no `--config`.
     resolve: handed to `maxtext_layers.config.parse`; finds the file of a packaged configuration's name.
     positional: whether arguments that are no flags are welcome; else one is an error.
+    computes: whether the allocator matters; if not, only one that is asked for is settled.
   """
   own, argv = argv is None, list(sys.argv if argv is None else argv)
+  own = own and (computes or allocator.named(argv) != 'auto')
   code: int | None = 0
   try:
     if set(argv[1:]) & {'--help', '-help', '-h', '-?'}:
@@ -135,6 +138,9 @@ def _arguments(argv, config, resolve, positional):
   """What `main` gets; sets the flags. Errors are `config.Error`."""
   from maxtext_layers import config as settings
 
+  for argument in argv[1:]:
+    if re.fullmatch(r'--?help\w*=.*', argument, re.DOTALL):
+      raise settings.Error(f'flag {argument.partition("=")[0]} takes no value')
   value = None
   if config is not None:
     value, rest = settings.parse(argv[1:], config, resolve)

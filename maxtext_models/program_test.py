@@ -78,6 +78,7 @@ def test_done_is_zero(run, tmp_path):
   'arguments, code, line',
   [
     (['--do=error'], 2, 'error: card.json: layers is -1\n'),
+    (['--help=foo'], 2, 'error: flag --help takes no value\n'),
     (['--do=failure'], 1, 'error: step 7: loss is nan\n'),
     (['--nam=Ada'], 2, "error: unknown flag --nam; did you mean '--name'?\n"),
     (['--qqqq'], 2, 'error: unknown flag --qqqq\n'),

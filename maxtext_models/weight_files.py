@@ -42,8 +42,11 @@ class Files:
     self.towers = []
     self.made = {}  # name -> quantised.Made
     self._parts = {}  # name -> (where, header) of what those are computed from
-    for file in _weight_files(directory):
-      self._files[file] = _headers(os.path.join(directory, file))
+    for file, listed in _weight_files(directory).items():
+      path = os.path.join(directory, file)
+      self._files[file] = _headers(path)
+      if absent := sorted(listed - self._files[file].keys()):
+        raise config.Error(f'{path} has no tensor {absent[0]}, though the index says so')
       for theirs, (kind, shape, _) in self._files[file].items():
         tensor = wrapper.name(theirs) if wrapper else theirs
         if tensor is None:
@@ -160,6 +163,8 @@ def write(path, tensors):
 
 def _headers(path):
   """{name: (dtype code, shape, first byte)} of the tensors in a safetensors file."""
+  if os.path.isdir(path):
+    raise config.Error(f'{path} is a folder, not a safetensors file')
   try:
     with safetensors.safe_open(path, 'np'):  # refuses what is damaged
       pass
@@ -175,7 +180,7 @@ def _headers(path):
 
 
 def _weight_files(directory):
-  """Names of the safetensors files: those of the index, or the only one."""
+  """{name of a safetensors file: names of tensors that an index says it holds}: all of the index, or the only one."""
   found = sorted(os.listdir(directory))
   whole, index = 'model.safetensors', os.path.join(directory, 'model.safetensors.index.json')
   if os.path.exists(index):
@@ -185,12 +190,14 @@ def _weight_files(directory):
     for tensor, name in weights.items():
       if not isinstance(name, str) or name in ('', '.', '..') or re.search(r'[/\\\0]', name):
         raise config.Error(f'{index}: {tensor} is in {name!r}, which is not the name of a file beside it')
-    names = sorted(set(weights.values()))
+    names = {name: set() for name in sorted(set(weights.values()))}
+    for tensor, name in weights.items():
+      names[name].add(tensor)
     if whole in found and whole not in names:
       raise config.Error(f'{directory} holds both {whole} and {os.path.basename(index)}, which names other files')
     return names
   if whole in found:
-    return [whole]
+    return {whole: set()}
   if several := [name for name in found if name.endswith('.safetensors')]:
     raise config.Error(f'{directory} holds {", ".join(several[:3])} but neither model.safetensors nor an index of them')
   if pickles := [name for name in found if name.endswith(('.bin', '.pt', '.pth', '.ckpt'))]:

@@ -1,6 +1,6 @@
 """What a run will do, resolved: the plan that `--explain` prints and that the manifest keeps.
 
-Reading order: `plan` (facts as a dict), `text` (the same for a reader), `manifest`.
+Reading order: `plan` (facts as a dict), `room` (the memory that there is), `text` (facts for a reader), `manifest`.
 """
 
 import importlib.metadata
@@ -73,12 +73,25 @@ def plan(settings: Any, assembly: Any, data: dict[str, Any], compiled: Any) -> d
     names, moved = optimizer.paths(params), jax.tree.leaves(optimizer.trained(params, settings.optimizer.only))
     out['trained'] = [name for name, moves in zip(names, moved, strict=True) if moves]
   memory = compiled.memory_analysis()
+  there, whose = room()
   out['memory'] = {
     'state_and_batch': memory.argument_size_in_bytes,
     'temporary': memory.temp_size_in_bytes,
     'code': memory.generated_code_size_in_bytes,
   }
+  if (needed := sum(out['memory'].values())) > there:
+    out['warning'] = f'a step needs {needed / 2**30:,.2f} GiB on each device; {whose} {there / 2**30:,.2f} GiB'
   return out
+
+
+def room() -> tuple[int, str]:
+  """Bytes that a device has for a step, and whose they are; devices that are a host's processors share its memory."""
+  device = jax.local_devices()[0]
+  if limit := (device.memory_stats() or {}).get('bytes_limit'):
+    return limit, f'{device.device_kind} has'
+  whole = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  share = 'this host has' if jax.local_device_count() == 1 else 'its share of this host is'
+  return whole // jax.local_device_count(), share
 
 
 def text(value: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from maxtext_layers import config
 from maxtext_models import registry
+from maxtext_train import explain as explained
 from maxtext_train import pretrain
 from maxtext_train import schedule
 from tests import tiny_run
@@ -44,7 +45,7 @@ def test_the_plan_is_explained_and_the_second_start_compiles_nothing(base):
   jax.clear_caches()  # what another process would not have
   assert explain(settings, base / 'run') == first and not (base / 'run').exists()
   assert events.count('cache_hits') > 0 and events.count('cache_misses') == 0
-  assert first.startswith(config.dump(settings)) and 'resumed' not in first
+  assert first.startswith(config.dump(settings)) and 'resumed' not in first and 'warning' not in first
   for text in (
     'masks: causal; documents are isolated, padding is masked', 'kernels: attention chunked', 'documents concatenated',
     'mesh: preset fsdp, data 1, fsdp 1, tensor 1', 'loss: cross-entropy in 1 chunk(s) along the tokens, z-loss 0.0',
@@ -60,15 +61,19 @@ def test_the_plan_is_explained_and_the_second_start_compiles_nothing(base):
   assert f'flops_per_step: {flops:,}' in first
 
 
-def test_a_run_is_explained_where_it_would_go_on(base):
+def test_a_run_is_explained_where_it_would_go_on(base, monkeypatch):
   """B9: the card and the place of the newest checkpoint in --workdir, read and left as they are; what training would
   refuse is refused."""
   settings = tiny_run.settings(base, steps=2, evaluate__every=0)
   with contextlib.redirect_stdout(io.StringIO()):
     pretrain.train(settings, base / 'begun')
   before = {p: p.read_bytes() for p in (base / 'begun').rglob('*') if p.is_file()}
+  monkeypatch.setattr(explained, 'room', lambda: (2**19, 'this host has'))
   out = explain(tiny_run.settings(base, steps=3, evaluate__every=0, model=None), base / 'begun')
   assert 'model: name tiny, family Llama' in out and '\nresumed: step 2, epoch 0, ' in out
+  found = re.search(r'\nwarning: a step needs ([\d.]+) GiB on each device; this host has 0.00 GiB\n', out)
+  parts = re.search(r'state_and_batch ([\d.]+) MiB, temporary ([\d.]+) MiB, code ([\d.]+) MiB', out)
+  assert float(found[1]) == pytest.approx(sum(map(float, parts.groups())) / 2**10, abs=0.006)
   assert '\nchanged since step 2: ' in out and 'steps 2 -> 3' in out
   assert f'{base / "begun"} is complete: step 2' in explain(settings, base / 'begun')
   assert {p: p.read_bytes() for p in (base / 'begun').rglob('*') if p.is_file()} == before
