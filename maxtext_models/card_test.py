@@ -214,7 +214,9 @@ def test_an_empty_list_of_llama4_says_nothing_or_no_layer():
 def test_a_run_may_choose_how_experts_of_llama4_are_trained():
   """As of every card.Mixture: 0.01 * top_k / layers is a layer's coefficient."""
   plain = registry.card('llama4-17b-16e')
-  assert plain.blocks()[0].ffn.router.balance == router.Balance()
+  assert plain.blocks()[0].ffn.router.balance == router.Balance(pytest.approx(0.001 / 48))
+  other = registry.card_from_hf(plain.hf_config() | {'router_aux_loss_coef': 0.5})
+  assert other.balance_loss == other.hf_config()['router_aux_loss_coef'] == 0.5
   ffn = dataclasses.replace(plain, dispatch='capacity', capacity=2.0, balance_loss=0.01).blocks()[0].ffn
   assert (ffn.dispatch, ffn.capacity, ffn.router.balance.loss) == ('capacity', 2.0, pytest.approx(0.01 / 48))
 

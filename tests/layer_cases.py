@@ -27,7 +27,7 @@ def randomised(build, seed=1, scale=0.5):
   return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
-def alike(build, scale=0.25):
+def alike(build, scale=0.15):
   """A stack of build(), random as `randomised`; a layer's values are the same under every plan."""
   model = nnx.eval_shape(build)
   graph, state = nnx.split(model)
