@@ -108,7 +108,9 @@ def test_ours_and_the_twin_run(monkeypatch, capsys):
   found = line(train_ratio, arguments, monkeypatch, capsys)
   assert found['ratio'] == found['range'][0] == found['range'][1] > 0
   assert found['ratio'] == pytest.approx(found['tokens_per_s']['ours'] / found['tokens_per_s']['twin'], rel=1e-3)
-  assert found['cpu_ratio'] > 0 and found['switches'] == '--layers unroll --attn chunk --ce fused'
+  assert (
+    found['cpu_ratio'] > 0 and found['switches'] == '--layers unroll --attn chunk --ce fused --opt hand --ce_chunks 4'
+  )
   for name in ('ours', 'twin'):  # ln 512 = 6.24, and one batch over and over
     assert 6.0 < found['loss_first'][name] < 7.0 and found['loss_last'][name] < found['loss_first'][name]
     assert found['first_step_s'][name] > 0.5 and found['rss_mb'][name] > 100 and found['faults_per_step'][name] > 0
