@@ -31,8 +31,8 @@ ALLOCATORS = ('system', 'huge_pages', 'jemalloc', 'tcmalloc')
 # The hand-written step's best switches, of all that it has (twin_sweep.py).
 BEST = {
   'W0': '--layers unroll --attn chunk --ce fused --opt hand --ce_chunks 4',
-  'W1': '--layers unroll --attn chunk --ce fused --opt hand --ce_chunks 4',
-  'W2': '--layers scan --attn chunk --ce fused --opt hand --ce_chunks 4',
+  'W1': '--layers unroll --attn chunk --ce fused --opt optax --ce_chunks 2',
+  'W2': '--layers scan --attn chunk --ce fused --opt hand --ce_chunks 2',
   'W3': '--layers unroll --attn chunk --ce fused --opt hand --ce_chunks 4 --moe blocked --moe_block 64',
 }
 
