@@ -6,7 +6,7 @@ from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import rope
 from maxtext_layers import router
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models import registry
 
 BASE = {
@@ -271,7 +271,7 @@ def test_biases_and_yarn_survive_the_way_to_config_json_and_back():
 
 
 def test_rope_fields_write_both_forms():
-  fields = card.rope_fields(10000.0, rope.Linear(2.0), 4096)
+  fields = config_json.rope_fields(10000.0, rope.Linear(2.0), 4096)
   assert fields['rope_scaling'] == {'rope_type': 'linear', 'factor': 2.0}
   assert fields['rope_parameters'] == {'rope_theta': 10000.0, 'rope_type': 'linear', 'factor': 2.0}
   assert fields['rope_theta'] == 10000.0

@@ -17,6 +17,7 @@ from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import router
 from maxtext_models import card
+from maxtext_models import config_json
 
 KINDS = {'deepseek_v2': 'DeepseekV2ForCausalLM', 'deepseek_v3': 'DeepseekV3ForCausalLM'}
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -143,26 +144,19 @@ class DeepSeek(card.Mixture):
     return {
       'architectures': [KINDS[kind]],
       'model_type': kind,
+      **config_json.shape_fields(self),
       **{theirs: getattr(self, ours) for ours, theirs in FIELDS.items()},
-      'tie_word_embeddings': self.tied,
       'hidden_act': 'silu',
       'attention_dropout': 0.0,
       'scoring_func': self.score,
       'moe_layer_freq': 1,
       **(v3 if self.score == 'sigmoid' else v2),
-      **card.rope_fields(self.theta, self.scaling, self.context),
-      **({'dtype': self.dtype, 'torch_dtype': self.dtype} if self.dtype else {}),
+      **config_json.rope_fields(self.theta, self.scaling, self.context),
     }
 
 
 FIELDS = {
-  'layers': 'num_hidden_layers',
-  'd_model': 'hidden_size',
   'd_ff': 'intermediate_size',
-  'heads': 'num_attention_heads',
-  'kv_heads': 'num_key_value_heads',
-  'vocab': 'vocab_size',
-  'eps': 'rms_norm_eps',
   'dense_layers': 'first_k_dense_replace',
   'q_rank': 'q_lora_rank',
   'kv_rank': 'kv_lora_rank',
@@ -183,7 +177,7 @@ FIELDS = {
 
 def from_hf(source):
   """config.json -> DeepSeek."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.absent('quantization_config', 'mlp_bias', 'sliding_window')
   fields.only('hidden_act', 'silu')
   fields.only('moe_layer_freq', 1)
@@ -196,21 +190,18 @@ def from_hf(source):
   else:
     grouped = fields.only('topk_method', 'noaux_tc') == 'noaux_tc'
   whole = lambda name: fields.need(name, int)
-  heads = whole('num_attention_heads')
+  numbers = config_json.shape(fields)
   nope, turned = whole('qk_nope_head_dim'), whole('qk_rope_head_dim')
-  theta, scaling = card.rope_of(source)
+  theta, scaling = config_json.rope_of(source)
   if scaling is not None and not isinstance(scaling, rope.Yarn):
     raise config.Error('config.json: rope_type of this architecture can only be yarn or default')
   return DeepSeek(
+    **numbers,
     **{ours: whole(FIELDS[ours]) for ours in WHOLE},
-    heads=heads,
-    kv_heads=fields.get('num_key_value_heads', heads, int),
+    kv_heads=fields.get('num_key_value_heads', numbers['heads'], int),
     head_dim=nope + turned,
     nope_dim=nope,
     rope_dim=turned,
-    eps=fields.need('rms_norm_eps', float),
-    context=whole('max_position_embeddings'),
-    tied=fields.tied(),
     dense_layers=fields.count('first_k_dense_replace'),
     q_rank=fields.given('q_lora_rank', int),
     score=score,
@@ -223,11 +214,10 @@ def from_hf(source):
     pairs='neighbours' if fields.get('rope_interleave', True, bool) else 'halves',
     attention_bias=fields.get('attention_bias', False, bool),
     mtp=fields.count('num_nextn_predict_layers', 0) if score == 'sigmoid' else 0,
-    dtype=fields.dtype(),
   )
 
 
-WHOLE = 'layers d_model d_ff vocab kv_rank value_dim experts top_k d_expert shared'.split()
+WHOLE = 'd_ff kv_rank value_dim experts top_k d_expert shared'.split()
 
 _OURS, _ATTENTION, _MLP = 'layers.{l}.', 'model.layers.{l}.self_attn.', 'model.layers.{l}.mlp.'
 HEAD = ('head', 'lm_head.weight', 'v d -> v d')

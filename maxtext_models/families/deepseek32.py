@@ -9,7 +9,7 @@ import dataclasses
 from maxtext_layers import config
 from maxtext_layers import indexer
 from maxtext_layers import sparse
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import deepseek
 
 KINDS = {'deepseek_v32': 'DeepseekV32ForCausalLM'}
@@ -58,7 +58,7 @@ class DeepSeek32(deepseek.DeepSeek):
 
 def from_hf(source):
   """config.json -> DeepSeek32."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   dense = fields.need('first_k_dense_replace')
   if kinds := [k for k in source.get('layer_types') or () if k != 'indexed_attention']:
     raise config.Error(f'config.json: layer_types holds {kinds[0]!r}, which is not supported; known: indexed_attention')

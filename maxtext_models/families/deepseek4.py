@@ -17,6 +17,7 @@ from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_layers import router
 from maxtext_models import card
+from maxtext_models import config_json
 
 KINDS = {'deepseek_v4': 'DeepseekV4ForCausalLM'}
 LAYER_TYPES = {
@@ -116,7 +117,7 @@ class DeepSeek4(card.Mixture):
 
   def hf_config(self):
     ((kind, architecture),) = KINDS.items()
-    form = card.rope_fields(self.far_theta, self.scaling, self.context)
+    form = config_json.rope_fields(self.far_theta, self.scaling, self.context)
     far = {k: v for k, v in form['rope_parameters'].items() if k != 'rope_theta'}
     share = self.rope_dim / self.head_dim
     return {
@@ -140,7 +141,7 @@ class DeepSeek4(card.Mixture):
         'main': {'rope_type': 'default', 'rope_theta': self.theta, 'partial_rotary_factor': share},
         'compress': {**far, 'rope_theta': self.far_theta, 'partial_rotary_factor': share},
       },
-      **({'dtype': self.dtype, 'torch_dtype': self.dtype} if self.dtype else {}),
+      **config_json.dtype_fields(self),
     }
 
 
@@ -176,7 +177,7 @@ _FLOATS = ('eps', 'streams_eps', 'route_scale', 'limit', 'theta', 'far_theta')
 
 def from_hf(source):
   """config.json -> DeepSeek4; the published form (compress_ratios, num_hash_layers) and that of `transformers`."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.absent('quantization_config', 'attention_bias', 'mlp_bias', 'tie_word_embeddings')
   fields.only('hidden_act', 'silu')
   fields.only('scoring_func', 'sqrtsoftplus')
@@ -219,12 +220,12 @@ def _turns(source):
     far = {k: v for k, v in turns.items() if k not in ('rope_theta', SHARE)}
     if far.get('rope_type', far.get('type')) == 'yarn':
       far.setdefault('attention_factor', 1.0)  # the released code multiplies cos and sin with nothing
-    need = card.Fields(source).need
+    need = config_json.Fields(source).need
     near, far = {'rope_theta': need('rope_theta')}, {**far, 'rope_theta': need('compress_rope_theta')}
-  theta, stretched = card.rope_of({'rope_parameters': near})
+  theta, stretched = config_json.rope_of({'rope_parameters': near})
   if stretched is not None:
     raise config.Error('config.json: rope_parameters.main.rope_type can only be default for this architecture')
-  return theta, *card.rope_of({'rope_parameters': far})
+  return theta, *config_json.rope_of({'rope_parameters': far})
 
 
 def _kinds(source, names):
@@ -234,7 +235,7 @@ def _kinds(source, names):
     return tuple(names[t] for t in types)
   if source.get('compress_ratios') is None:
     raise config.Error('config.json lacks layer_types, or compress_ratios')
-  ratios, of = card.Fields(source).need('compress_ratios', list), {0: 'window', 4: 'light', 128: 'heavy'}
+  ratios, of = config_json.Fields(source).need('compress_ratios', list), {0: 'window', 4: 'light', 128: 'heavy'}
   if unknown := [r for r in ratios if r not in of]:
     raise config.Error(f'config.json: compress_ratios holds {unknown[0]!r}; known: {", ".join(map(str, of))}')
   return tuple(of[r] for r in ratios[: source['num_hidden_layers']])  # more are of modules that look ahead

@@ -13,7 +13,7 @@ from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import residual
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 from maxtext_models.families import mixtral
 from maxtext_models.families import qwen3
@@ -71,9 +71,9 @@ class Envy(mixtral.Mixtral):
 
 def from_hf(source):
   """config.json -> Envy."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   return Envy(
-    **llama.dense(source, kv_heads=fields.need('num_key_value_heads', int), head_dim=fields.need('head_dim', int)),
+    **llama.dense(source, head_dim=fields.need('head_dim', int)),
     d_expert=fields.need('moe_intermediate_size', int),
     experts=fields.need('num_experts', int),
     top_k=fields.need('num_experts_per_tok', int),

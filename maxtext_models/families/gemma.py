@@ -12,6 +12,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 
 MODEL_TYPE = 'gemma'
@@ -53,17 +54,17 @@ class Gemma(card.Card):
       'model_type': MODEL_TYPE,
       **numbers_fields(self),
       'hidden_act': ACTIVATIONS[0],  # read by transformers here, hidden_activation by everyone else
-      **card.rope_fields(self.theta, self.scaling, self.context),
+      **config_json.rope_fields(self.theta, self.scaling, self.context),
     }
 
 
 def from_hf(source):
   """config.json -> Gemma."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.need('hidden_act', str)
   for name in ('hidden_act', 'hidden_activation'):
     fields.only(name, *ACTIVATIONS)  # whichever it says, the tanh form is meant
-  theta, scaling = card.rope_of(source)
+  theta, scaling = config_json.rope_of(source)
   return Gemma(**numbers(fields), theta=theta, scaling=scaling)
 
 
@@ -75,36 +76,22 @@ def numbers(fields, bidirectional=(None, False)):
   fields.absent('attention_bias', 'quantization_config')
   fields.only('use_bidirectional_attention', *bidirectional)
   return dict(
-    layers=fields.need('num_hidden_layers', int),
-    d_model=fields.need('hidden_size', int),
+    **config_json.shape(fields, tied=True),
     d_ff=fields.need('intermediate_size', int),
-    heads=fields.need('num_attention_heads', int),
     kv_heads=fields.need('num_key_value_heads', int),
     head_dim=fields.need('head_dim', int),
-    vocab=fields.need('vocab_size', int),
-    context=fields.need('max_position_embeddings', int),
-    eps=fields.need('rms_norm_eps', float),
-    tied=fields.tied(default=True),
-    dtype=fields.dtype(),
   )
 
 
 def numbers_fields(c):
   """The inverse of `numbers`."""
   return {
-    'num_hidden_layers': c.layers,
-    'hidden_size': c.d_model,
+    **config_json.shape_fields(c),
     'intermediate_size': c.d_ff,
-    'num_attention_heads': c.heads,
-    'num_key_value_heads': c.kv_heads,
     'head_dim': c.head_dim,
-    'vocab_size': c.vocab,
-    'rms_norm_eps': c.eps,
-    'tie_word_embeddings': c.tied,
     'hidden_activation': ACTIVATIONS[0],
     'attention_bias': False,
     'attention_dropout': 0.0,
-    **({'dtype': c.dtype, 'torch_dtype': c.dtype} if c.dtype else {}),
   }
 
 

@@ -10,7 +10,7 @@ from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import residual
 from maxtext_layers import rope
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import gemma
 from maxtext_models.families import llama
 
@@ -65,16 +65,16 @@ class Gemma2(gemma.Gemma):
       'model_type': MODEL_TYPE,
       **window_fields(self),
       'hidden_act': gemma.ACTIVATIONS[0],
-      **card.rope_fields(self.theta, self.scaling, self.context),
+      **config_json.rope_fields(self.theta, self.scaling, self.context),
       'attn_logit_softcapping': self.attention_cap,
     }
 
 
 def from_hf(source):
   """config.json -> Gemma2."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.only('hidden_activation', gemma.ACTIVATIONS[0])
-  theta, scaling = card.rope_of(source)
+  theta, scaling = config_json.rope_of(source)
   layers = fields.need('num_hidden_layers', int)
   return Gemma2(
     **gemma.numbers(fields),
@@ -93,7 +93,7 @@ def window_fields(c):
   return {
     **gemma.numbers_fields(c),
     'sliding_window': c.window,
-    'layer_types': card.layer_types(c.layers, c.full_every),
+    'layer_types': config_json.layer_types(c.layers, c.full_every),
     'query_pre_attn_scalar': c.query_scalar,
     'final_logit_softcapping': c.logit_cap,
   }

@@ -11,6 +11,7 @@ import dataclasses
 from maxtext_layers import config
 from maxtext_layers import rope
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import gemma
 from maxtext_models.families import gemma2
 from maxtext_models.families import llama
@@ -57,7 +58,7 @@ class Gemma3(gemma2.Gemma2):
       **gemma2.window_fields(self),
       'attn_logit_softcapping': None,
       'use_bidirectional_attention': False,
-      **card.rope_fields_by_kind(
+      **config_json.rope_fields_by_kind(
         self.theta, self.scaling, self.local_theta, self.context, local='rope_local_base_freq'
       ),
     }
@@ -72,10 +73,10 @@ DEFAULTS = {
 
 def from_hf(source):
   """config.json -> Gemma3."""
-  fields = card.Fields(source, DEFAULTS)
+  fields = config_json.Fields(source, DEFAULTS)
   fields.only('hidden_activation', gemma.ACTIVATIONS[0])
   fields.absent('attn_logit_softcapping')
-  theta, scaling, local = card.rope_by_kind(source, local='rope_local_base_freq', defaults=DEFAULTS)
+  theta, scaling, local = config_json.rope_by_kind(source, local='rope_local_base_freq', defaults=DEFAULTS)
   layers = fields.need('num_hidden_layers', int)
   every = fields.get('sliding_window_pattern', fields.get('_sliding_window_pattern', 6, int), int)
   return Gemma3(

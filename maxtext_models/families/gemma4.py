@@ -21,6 +21,7 @@ from maxtext_layers import residual
 from maxtext_layers import rope
 from maxtext_layers import router
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import gemma
 from maxtext_models.families import gemma2
 from maxtext_models.families import llama
@@ -150,7 +151,7 @@ class Gemma4(card.Card):
       'attention_k_eq_v': self.tied_values,
       'sliding_window': self.window,
       'layer_types': _kinds(self.layers, self.full_every),
-      'rope_parameters': card.rope_fields_by_kind(
+      'rope_parameters': config_json.rope_fields_by_kind(
         self.theta, self.scaling, self.local_theta, self.context, local='rope_local_base_freq'
       )['rope_parameters'],
       'final_logit_softcapping': self.logit_cap,
@@ -168,10 +169,10 @@ class Gemma4(card.Card):
 
 def from_hf(source):
   """config.json -> Gemma4."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.only('hidden_activation', gemma.ACTIVATIONS[0])
   numbers = gemma.numbers(fields, bidirectional=(None, 'vision'))  # among images alone
-  theta, scaling, local = card.rope_by_kind({'rope_parameters': source.get('rope_parameters') or ROPE}, local='')
+  theta, scaling, local = config_json.rope_by_kind({'rope_parameters': source.get('rope_parameters') or ROPE}, local='')
   tied_values, experts = fields.get('attention_k_eq_v', False, bool), fields.get('enable_moe_block', False, bool)
   every = _full_every(source.get('layer_types'), numbers['layers'])
   head_dim, kv_heads = _full_heads(source, fields, _kinds(numbers['layers'], every), numbers, tied_values)
@@ -206,7 +207,7 @@ ROPE = {
 
 def _kinds(layers, every):
   """layer_types: every n-th layer sees everything, and the last."""
-  return card.layer_types(layers, every)[:-1] + ['full_attention']
+  return config_json.layer_types(layers, every)[:-1] + ['full_attention']
 
 
 def _full_every(given, layers):

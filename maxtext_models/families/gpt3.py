@@ -13,6 +13,7 @@ from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_models import card
+from maxtext_models import config_json
 
 MODEL_TYPE = 'gpt2'
 ARCHITECTURE = 'GPT2LMHeadModel'
@@ -64,13 +65,13 @@ class Gpt3(card.Card):
       'activation_function': 'gelu_new',
       'tie_word_embeddings': self.tied,
       'scale_attn_weights': True,
-      **({'dtype': self.dtype, 'torch_dtype': self.dtype} if self.dtype else {}),
+      **config_json.dtype_fields(self),
     }
 
 
 def from_hf(source):
   """config.json -> Gpt3."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.absent('scale_attn_by_inverse_layer_idx', 'add_cross_attention', 'quantization_config')
   fields.only('scale_attn_weights', True)
   fields.need('activation_function', str)

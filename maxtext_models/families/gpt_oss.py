@@ -11,6 +11,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 from maxtext_models.families import mixtral
 
@@ -86,11 +87,10 @@ def _layer_types(layers):
 
 def from_hf(source):
   """config.json -> GptOss."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.only('hidden_act', 'silu')
   numbers = llama.dense(
     {k: v for k, v in source.items() if k != 'sliding_window'},
-    kv_heads=fields.need('num_key_value_heads', int),
     head_dim=fields.need('head_dim', int),
   )
   kinds = fields.get('layer_types', None, list)

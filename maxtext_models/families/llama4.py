@@ -14,6 +14,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 from maxtext_models.families import mixtral
 
@@ -80,16 +81,10 @@ class Llama4(card.Mixture):
     return {
       'architectures': [ARCHITECTURE],
       'model_type': MODEL_TYPE,
-      'num_hidden_layers': self.layers,
-      'hidden_size': self.d_model,
+      **config_json.shape_fields(self),
       'intermediate_size': self.d_expert,
       'intermediate_size_mlp': self.d_ff,
-      'num_attention_heads': self.heads,
-      'num_key_value_heads': self.kv_heads,
       'head_dim': self.head_dim,
-      'vocab_size': self.vocab,
-      'rms_norm_eps': self.eps,
-      'tie_word_embeddings': self.tied,
       'hidden_act': 'silu',
       'attention_bias': self.attention_bias,
       'attention_dropout': 0.0,
@@ -105,17 +100,17 @@ class Llama4(card.Mixture):
       'use_qk_norm': self.qk_norm,
       'attn_temperature_tuning': self.temperature is not None,
       **({'floor_scale': self.temperature.floor, 'attn_scale': self.temperature.scale} if self.temperature else {}),
-      **card.rope_fields(self.theta, self.scaling, self.context),
-      **({'dtype': self.dtype, 'torch_dtype': self.dtype} if self.dtype else {}),
+      **config_json.rope_fields(self.theta, self.scaling, self.context),
     }
 
 
 def from_hf(source):
   """config.json -> Llama4."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.absent('quantization_config')
   fields.only('hidden_act', 'silu')
-  layers, heads = fields.need('num_hidden_layers', int), fields.need('num_attention_heads', int)
+  numbers = config_json.shape(fields)
+  layers = numbers['layers']
   chunk = fields.get('attention_chunk_size', 8192, int) if source.get('attention_chunk_size', 8192) else None
   turns = fields.get('no_rope_layers', None, list) or None  # an empty list says nothing, either
   whole_every = _every('no_rope_layers', turns, layers, _turns, fields.get('no_rope_layer_interval', 4, int))
@@ -127,19 +122,13 @@ def from_hf(source):
     raise config.Error(f'config.json: layer_types[{wrong[0]}]={found!r} does not go with no_rope_layers')
   tuned = fields.get('attn_temperature_tuning', True)  # true, or in files of 2025 a number that says as much
   floor, scale = fields.get('floor_scale', 8192, int), fields.get('attn_scale', 0.1, float)
-  theta, scaling = card.rope_of(source)
+  theta, scaling = config_json.rope_of(source)
   return Llama4(
-    layers=layers,
-    d_model=fields.need('hidden_size', int),
+    **numbers,
     d_ff=fields.need('intermediate_size_mlp', int),
     d_expert=fields.need('intermediate_size', int),
-    heads=heads,
     kv_heads=fields.need('num_key_value_heads', int),
     head_dim=fields.get('head_dim', 128, int),
-    vocab=fields.need('vocab_size', int),
-    context=fields.need('max_position_embeddings', int),
-    eps=fields.need('rms_norm_eps', float),
-    tied=fields.tied(),
     experts=fields.need('num_local_experts', int),
     top_k=fields.get('num_experts_per_tok', 1, int),
     routed_every=_every('moe_layers', routed, layers, _routed, fields.get('interleave_moe_layer_step', 1, int)),
@@ -151,7 +140,6 @@ def from_hf(source):
     theta=theta,
     scaling=scaling,
     attention_bias=fields.get('attention_bias', False, bool),
-    dtype=fields.dtype(),
   )
 
 

@@ -7,7 +7,7 @@ base; version 0.3 has a larger vocabulary.
 import dataclasses
 
 from maxtext_layers import config
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 
 MODEL_TYPE = 'mistral'
@@ -38,13 +38,9 @@ class Mistral(llama.Llama):
 
 def from_hf(source):
   """config.json -> Mistral."""
-  fields = card.Fields(source)
-  heads, d_model = fields.need('num_attention_heads', int), fields.need('hidden_size', int)
-  numbers = llama.dense(
-    source, kv_heads=fields.need('num_key_value_heads', int), head_dim=fields.get('head_dim', d_model // heads, int)
-  )
+  fields = config_json.Fields(source)
   fields.absent('layer_types')
-  return Mistral(**numbers | dict(window=fields.given('sliding_window', int)))
+  return Mistral(**llama.dense(source), window=fields.given('sliding_window', int))
 
 
 def _card(page, vocab=32000, theta=1000000.0, window=None):

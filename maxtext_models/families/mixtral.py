@@ -10,6 +10,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 
 MODEL_TYPE = 'mixtral'
@@ -72,14 +73,9 @@ class Mixtral(card.Mixture):
 
 def from_hf(source):
   """config.json -> Mixtral."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.absent('router_jitter_noise')  # noise on the inputs of experts while training
-  heads = fields.need('num_attention_heads', int)
-  numbers = llama.dense(
-    source,
-    kv_heads=fields.need('num_key_value_heads', int),
-    head_dim=fields.get('head_dim', fields.need('hidden_size', int) // heads, int),
-  )
+  numbers = llama.dense(source)
   return Mixtral(
     **numbers,
     d_expert=numbers['d_ff'],

@@ -10,7 +10,7 @@ from maxtext_layers import config
 from maxtext_layers import norm
 from maxtext_layers import residual
 from maxtext_layers import rope
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 
 MODEL_TYPE = 'olmo3'
@@ -48,24 +48,19 @@ class Olmo3(llama.Llama):
       'model_type': MODEL_TYPE,
       **llama.dense_fields(self),
       'sliding_window': self.window,
-      'layer_types': card.layer_types(self.layers, self.full_every),
-      **card.rope_fields_by_kind(self.theta, self.scaling, self.theta, self.context, local='rope_theta'),
+      'layer_types': config_json.layer_types(self.layers, self.full_every),
+      **config_json.rope_fields_by_kind(self.theta, self.scaling, self.theta, self.context, local='rope_theta'),
     }
 
 
 def from_hf(source):
   """config.json -> Olmo3."""
-  fields = card.Fields(source)
-  theta, scaling, local = card.rope_by_kind(source, local='rope_theta')
+  fields = config_json.Fields(source)
+  theta, scaling, local = config_json.rope_by_kind(source, local='rope_theta')
   if local != theta:
     raise config.Error(f'config.json: rope_theta={local} of sliding layers is not supported; the others have {theta}')
-  heads, d_model = fields.need('num_attention_heads', int), fields.need('hidden_size', int)
-  numbers = llama.dense(
-    source,
-    kv_heads=fields.get('num_key_value_heads', heads, int),
-    head_dim=fields.get('head_dim', d_model // heads, int),
-    turn=(theta, scaling),
-  )
+  kv_heads = fields.get('num_key_value_heads', fields.need('num_attention_heads', int), int)
+  numbers = llama.dense(source, kv_heads=kv_heads, turn=(theta, scaling))
   return Olmo3(
     **numbers,
     window=fields.need('sliding_window', int),

@@ -8,7 +8,7 @@ the instruct models made of them, and most were published for more positions. No
 import dataclasses
 
 from maxtext_layers import config
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 
 MODEL_TYPE = 'qwen2'
@@ -56,11 +56,8 @@ class Qwen2(llama.Llama):
 
 def from_hf(source):
   """config.json -> Qwen2."""
-  fields = card.Fields(source)
-  heads, d_model = fields.need('num_attention_heads', int), fields.need('hidden_size', int)
-  numbers = llama.dense(
-    source, kv_heads=fields.need('num_key_value_heads', int), head_dim=fields.get('head_dim', d_model // heads, int)
-  )
+  fields = config_json.Fields(source)
+  numbers = llama.dense(source)
   window, full = None, 0
   if fields.get('use_sliding_window', False, bool):  # without it, sliding_window says nothing
     window, full = fields.need('sliding_window', int), fields.need('max_window_layers')

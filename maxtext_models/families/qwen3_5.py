@@ -11,6 +11,7 @@ import dataclasses
 from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import qwen3_next
 
 KINDS = {'qwen3_5_moe_text': 'Qwen3_5MoeForCausalLM', 'qwen3_5_text': 'Qwen3_5ForCausalLM'}
@@ -92,13 +93,14 @@ def _read_moe(source):
     **qwen3_next.hybrid(source),
     **experts,
     d_ff=experts['d_expert'],
-    mtp=card.Fields(source).count('mtp_num_hidden_layers', 0),
+    mtp=config_json.Fields(source).count('mtp_num_hidden_layers', 0),
   )
 
 
 def _read_dense(source):
-  d_ff = card.Fields(source).need('intermediate_size', int)
-  return Qwen35(**qwen3_next.hybrid(source), d_ff=d_ff, mtp=card.Fields(source).count('mtp_num_hidden_layers', 0))
+  fields = config_json.Fields(source)
+  d_ff = fields.need('intermediate_size', int)
+  return Qwen35(**qwen3_next.hybrid(source), d_ff=d_ff, mtp=fields.count('mtp_num_hidden_layers', 0))
 
 
 _READERS = {'qwen3_5_moe_text': _read_moe, 'qwen3_5_text': _read_dense}

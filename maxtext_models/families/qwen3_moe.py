@@ -10,7 +10,7 @@ from maxtext_layers import block
 from maxtext_layers import config
 from maxtext_layers import mlp
 from maxtext_layers import norm
-from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 from maxtext_models.families import mixtral
 from maxtext_models.families import qwen3
@@ -75,7 +75,7 @@ class Qwen3Moe(mixtral.Mixtral):
 
 def from_hf(source):
   """config.json -> Qwen3Moe."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   slides = fields.get('use_sliding_window', False, bool)  # if not, sliding_window says nothing
   dense_layers = fields.get('mlp_only_layers', [], list)
   if not all(isinstance(i, int) for i in dense_layers):
@@ -83,7 +83,6 @@ def from_hf(source):
   return Qwen3Moe(
     **llama.dense(
       {k: v for k, v in source.items() if k != 'sliding_window'},
-      kv_heads=fields.need('num_key_value_heads', int),
       head_dim=fields.need('head_dim', int),
     ),
     d_expert=fields.need('moe_intermediate_size', int),

@@ -17,6 +17,7 @@ from maxtext_layers import mlp
 from maxtext_layers import norm
 from maxtext_layers import rope
 from maxtext_models import card
+from maxtext_models import config_json
 from maxtext_models.families import llama
 from maxtext_models.families import mixtral
 
@@ -147,7 +148,7 @@ class Qwen3Next(Hybrid, card.Mixture):
 
 def from_hf(source):
   """config.json -> Qwen3Next."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.only('decoder_sparse_step', 1)
   fields.absent('mlp_only_layers')
   return Qwen3Next(
@@ -161,47 +162,34 @@ def from_hf(source):
 
 def hybrid(source):
   """What config.json says of any decoder of these mixers, as arguments of its card."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   fields.absent('quantization_config', 'attention_bias')
   fields.only('hidden_act', 'silu')
   theta, scaling, rotary = _turning(source)
-  layers = fields.need('num_hidden_layers', int)
+  numbers = config_json.shape(fields)
   return dict(
-    layers=layers,
-    d_model=fields.need('hidden_size', int),
-    heads=fields.need('num_attention_heads', int),
+    **numbers,
     kv_heads=fields.need('num_key_value_heads', int),
     head_dim=fields.need('head_dim', int),
-    vocab=fields.need('vocab_size', int),
-    context=fields.need('max_position_embeddings', int),
-    eps=fields.need('rms_norm_eps', float),
-    tied=fields.tied(),
     theta=theta,
     scaling=scaling,
     rotary=rotary,
-    full_every=_full_every(source, layers),
+    full_every=_full_every(source, numbers['layers']),
     key_heads=fields.need('linear_num_key_heads', int),
     value_heads=fields.need('linear_num_value_heads', int),
     key_dim=fields.need('linear_key_head_dim', int),
     value_dim=fields.need('linear_value_head_dim', int),
     taps=fields.need('linear_conv_kernel_dim', int),
-    dtype=fields.dtype(),
   )
 
 
 def hybrid_fields(c):
   """The inverse of `hybrid`."""
-  turning = card.rope_fields(c.theta, c.scaling, c.context)
+  turning = config_json.rope_fields(c.theta, c.scaling, c.context)
   turning['rope_parameters']['partial_rotary_factor'] = c.rotary
   return {
-    'num_hidden_layers': c.layers,
-    'hidden_size': c.d_model,
-    'num_attention_heads': c.heads,
-    'num_key_value_heads': c.kv_heads,
+    **config_json.shape_fields(c),
     'head_dim': c.head_dim,
-    'vocab_size': c.vocab,
-    'rms_norm_eps': c.eps,
-    'tie_word_embeddings': c.tied,
     'hidden_act': 'silu',
     'attention_bias': False,
     'attention_dropout': 0.0,
@@ -214,13 +202,12 @@ def hybrid_fields(c):
     'linear_conv_kernel_dim': c.taps,
     'partial_rotary_factor': c.rotary,
     **turning,
-    **({'dtype': c.dtype, 'torch_dtype': c.dtype} if c.dtype else {}),
   }
 
 
 def experts(source):
   """What config.json says of the experts, as arguments of a card."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   return dict(
     experts=fields.need('num_experts', int),
     top_k=fields.need('num_experts_per_tok', int),
@@ -244,7 +231,7 @@ def expert_fields(c):
 
 def _turning(source):
   """(theta, scaling, share of a head that turns) of a config.json."""
-  share = lambda form: card.Fields(form).get('partial_rotary_factor', None, float)
+  share = lambda form: config_json.Fields(form).get('partial_rotary_factor', None, float)
   shares = {'partial_rotary_factor': share(source)}
   forms = {}
   for where in ('rope_parameters', 'rope_scaling'):
@@ -257,13 +244,13 @@ def _turning(source):
   shares = {where: share for where, share in shares.items() if share is not None}
   if len(set(shares.values())) > 1:
     raise config.Error('config.json contradicts itself: ' + ', '.join(f'{k}={v}' for k, v in shares.items()))
-  theta, scaling = card.rope_of({'rope_theta': source.get('rope_theta'), **forms})
+  theta, scaling = config_json.rope_of({'rope_theta': source.get('rope_theta'), **forms})
   return theta, scaling, float(next(iter(shares.values()), 0.25))  # 0.25 where it is left out, as Hugging Face has it
 
 
 def _full_every(source, layers):
   """Every how manyth layer is attention."""
-  fields = card.Fields(source)
+  fields = config_json.Fields(source)
   every, kinds = fields.get('full_attention_interval', 4, int), fields.get('layer_types', None, list)
   if kinds is None:
     return every
